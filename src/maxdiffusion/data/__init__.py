@@ -1,0 +1,1 @@
+"""Sources of captioned pictures and the batches drawn from them."""

@@ -1,0 +1,1 @@
+"""The mathematics of diffusion: processes, predictions, grids, solvers, guidance, losses."""

@@ -1,0 +1,1 @@
+"""Solvers that fold a denoiser over a time grid, one a file."""

@@ -1,0 +1,1 @@
+"""Arrays in, arrays out: the computations worth a kernel of their own."""

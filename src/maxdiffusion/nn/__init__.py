@@ -1,0 +1,1 @@
+"""Linen layers that know their logical axes."""

@@ -1,0 +1,1 @@
+"""From a request to pictures: encode, sample, decode."""

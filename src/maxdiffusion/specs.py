@@ -1,0 +1,193 @@
+"""The values that are sections of a recipe and arguments of the code below at once; no jax here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from maxdiffusion.common_types import BlockSizes
+from maxdiffusion.errors import MeshError, UsageError, nearest
+
+MESH_AXES = ("stage", "data", "fsdp", "cfg", "context", "tensor")
+"""Axes of a mesh that we build, outermost first: neighbours on the last axis talk the most."""
+
+AttentionKernel = Literal["dot_product", "flash"]
+RematPolicy = Literal["none", "minimal", "full"]
+Precision = Literal["default", "high", "highest"]
+
+
+def _one_of(value: str, kind: object, name: str) -> None:
+    options = get_args(kind)
+    if value not in options:
+        raise UsageError(f"{name}={value!r} is unknown: {nearest(str(value), options)}")
+
+
+@dataclass(frozen=True, init=False)
+class MeshSpec:
+    """How many devices lie on each mesh axis, within a slice (`ici`) and across slices (`dcn`).
+
+    `MeshSpec(data=4, tensor=2)`; one size may be -1 and takes the devices that are left. With no -1 and no size for
+    the data axis, the data axis takes what is left, so `MeshSpec(tensor=2)` uses every device.
+
+    Attributes:
+        axes: names of the mesh axes, outermost first.
+        ici: size of each axis within a slice, in the order of `axes`; at most one is -1.
+        dcn: size of each axis across slices, in the order of `axes`.
+
+    Raises:
+        MeshError: an unknown axis, a size that is neither positive nor -1, or more than one -1.
+    """
+
+    axes: tuple[str, ...]
+    ici: tuple[int, ...]
+    dcn: tuple[int, ...]
+
+    def __init__(
+        self, *, axes: tuple[str, ...] = MESH_AXES, dcn: Mapping[str, int] | None = None, **ici: int
+    ) -> None:
+        axes = tuple(axes)
+        dcn = dict(dcn or {})
+        for label, sizes in (("", ici), ("dcn.", dcn)):
+            for name, size in sizes.items():
+                if name not in axes:
+                    raise MeshError(f"mesh axis '{label}{name}' is unknown: {nearest(name, axes)}")
+                if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and (size != -1 or label)):
+                    allowed = "a whole number of slices, 1 or more" if label else "1 or more, or -1 for what is left"
+                    raise MeshError(f"mesh axis {label}{name}={size!r}: write {allowed}")
+        free = [name for name, size in ici.items() if size == -1]
+        if len(free) > 1:
+            raise MeshError(f"mesh axes {' and '.join(free)} are both -1: only one axis can take what is left")
+        rest = "data" if "data" in axes else axes[0]
+        if not free and rest not in ici:
+            ici = {**ici, rest: -1}
+        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "ici", tuple(ici.get(name, 1) for name in axes))
+        object.__setattr__(self, "dcn", tuple(dcn.get(name, 1) for name in axes))
+
+    @classmethod
+    def parse(cls, text: str, *, axes: tuple[str, ...] = MESH_AXES) -> MeshSpec:
+        """The spec written as `data=4,tensor=2` (`dcn.data=2` for an axis across slices).
+
+        Raises:
+            MeshError: the text is not of that form, or the spec is not valid.
+        """
+        ici: dict[str, int] = {}
+        dcn: dict[str, int] = {}
+        for part in filter(None, (piece.strip() for piece in text.split(","))):
+            name, equals, size = (piece.strip() for piece in part.partition("="))
+            if not equals or not size.lstrip("-").isdigit():
+                raise MeshError(f"mesh '{part}' is not AXIS=SIZE: write for example data=4,tensor=2")
+            target, name = (dcn, name[4:]) if name.startswith("dcn.") else (ici, name)
+            if name in target:
+                raise MeshError(f"mesh axis '{name}' is given twice in '{text}'")
+            target[name] = int(size)
+        return cls(axes=axes, dcn=dcn, **ici)
+
+    def shape(self, num_devices: int | None = None) -> dict[str, int]:
+        """Size of each mesh axis, slices included, for `num_devices` devices.
+
+        Args:
+            num_devices: devices to lay out; None makes a -1 axis 1.
+
+        Raises:
+            MeshError: the sizes do not multiply to `num_devices`.
+        """
+        sizes = [inner * outer for inner, outer in zip(self.ici, self.dcn, strict=True)]
+        fixed = math.prod(abs(size) for size in sizes)
+        total = fixed if num_devices is None else num_devices
+        free = [index for index, size in enumerate(sizes) if size < 0]
+        if free and total % fixed == 0:
+            sizes[free[0]] = abs(sizes[free[0]]) * (total // fixed)
+        if math.prod(abs(size) for size in sizes) != total or any(size < 0 for size in sizes):
+            raise MeshError(self._wrong_product(fixed, total))
+        return dict(zip(self.axes, sizes, strict=True))
+
+    def _wrong_product(self, fixed: int, total: int) -> str:
+        terms = [
+            f"{name} {inner}" + (f" x {outer} slices" if outer > 1 else "")
+            for name, inner, outer in zip(self.axes, self.ici, self.dcn, strict=True)
+            if (abs(inner), outer) != (1, 1)
+        ]
+        equation = " x ".join(terms) or "1"
+        shapes = "; ".join(_nearest_shapes(dict(zip(self.axes, self.ici, strict=True)), total // math.prod(self.dcn)))
+        hint = f"legal shapes nearest to it: {shapes}" if shapes else f"ask for at most {total} devices"
+        return f"mesh {equation} = {fixed} devices, but there are {total}: {hint}"
+
+    def __str__(self) -> str:
+        parts = [f"{name}={size}" for name, size in zip(self.axes, self.ici, strict=True) if size != 1]
+        parts += [f"dcn.{name}={size}" for name, size in zip(self.axes, self.dcn, strict=True) if size != 1]
+        return ",".join(parts) or f"{self.axes[0]}=1"
+
+
+def _nearest_shapes(wanted: dict[str, int], total: int, most: int = 3) -> list[str]:
+    """Legal shapes that change one or two of the axes in use the least, as `data=4,tensor=2`."""
+    used = [name for name, size in wanted.items() if size != 1] or list(wanted)[:1]
+    shapes: list[dict[str, int]] = [{}]
+    for name in used[:-1]:
+        shapes = [
+            {**shape, name: size}
+            for shape in shapes
+            for size in range(1, total + 1)
+            if total % (size * math.prod(shape.values())) == 0
+        ][:5000]
+    full = [{**shape, used[-1]: total // math.prod(shape.values())} for shape in shapes] if total > 0 else []
+
+    def distance(shape: dict[str, int]) -> float:
+        return sum(abs(math.log2(shape[name] / abs(wanted[name]))) for name in used)
+
+    return [",".join(f"{k}={v}" for k, v in shape.items()) for shape in sorted(full, key=distance)[:most]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Which attention kernel runs, and with which tiles.
+
+    Attributes:
+        kernel: `dot_product` (scores in memory) or `flash` (online softmax, no score matrix in memory).
+        flash_min_seq_length: below this many keys or queries `flash` uses the dot-product kernel, same numbers.
+        block_sizes: tiles of the flash kernel; None lets the kernel choose.
+    """
+
+    kernel: AttentionKernel = "dot_product"
+    flash_min_seq_length: int = 4096
+    block_sizes: BlockSizes | None = None
+
+    def __post_init__(self) -> None:
+        _one_of(self.kernel, AttentionKernel, "attention_kernel")
+        if self.flash_min_seq_length < 0:
+            raise UsageError(f"flash_min_seq_length={self.flash_min_seq_length}: write 0 or more tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RematSpec:
+    """What the backward pass recomputes instead of keeping.
+
+    Attributes:
+        policy: `none` keeps every activation, `minimal` keeps matrix products and recomputes the rest, `full` keeps
+            only the inputs of each block.
+    """
+
+    policy: RematPolicy = "none"
+
+    def __post_init__(self) -> None:
+        _one_of(self.policy, RematPolicy, "remat_policy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantSpec:
+    """Quantisation of a model. Not available yet: any mode is refused by name.
+
+    Attributes:
+        mode: None for no quantisation.
+    """
+
+    mode: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode:
+            raise UsageError(
+                f"quantization={self.mode!r} is not available yet: leave `quantization` and "
+                "`use_qwix_quantization` out (nothing would be quantised)"
+            )

@@ -1,0 +1,1 @@
+"""What is said about a model or a job without running it."""
