@@ -1,0 +1,545 @@
+"""`Layout(mesh, rules)` says where every array lives; it is the only place that makes a PartitionSpec."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxdiffusion.common_types import LogicalAxisRules
+from maxdiffusion.errors import IndivisibleError, LayoutWarning, MeshError, RuleError
+from maxdiffusion.parallel import rules as rule_table
+from maxdiffusion.parallel.mesh import auto, describe
+from maxdiffusion.parallel.rules import Note, Resolution
+
+log = logging.getLogger(__name__)
+_rules_in_force = jax.make_user_context(None)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh and the rules that map logical axes to its axes. Make one with `Layout.of`.
+
+    Frozen and hashable: a linen attribute and part of jit's cache key, so other rules never meet an old executable.
+
+    Attributes:
+        mesh: devices (Auto axes), or an abstract mesh to plan with; None: one device, nothing is constrained.
+        rules: rules in order, defaults filled in.
+        strict: what is not sharded as the rules wish is an error, not a report.
+    """
+
+    mesh: Mesh | AbstractMesh | None = None
+    rules: LogicalAxisRules = rule_table.DEFAULT_RULES
+    strict: bool = False
+
+    @classmethod
+    def of(
+        cls, mesh: Mesh | AbstractMesh | None, rules: LogicalAxisRules | str | None = None, *, strict: bool = False
+    ) -> Layout:
+        """The layout of a mesh of any axis names, Auto or Explicit.
+
+        Args:
+            mesh: the mesh, or None for one device.
+            rules: rules that come first (the defaults fill in the logical axes they leave out), the name of a preset,
+                or None for the defaults.
+            strict: make every report an error.
+
+        Raises:
+            RuleError: a rule names an unknown logical axis or mesh axis, or there is no such preset.
+            MeshError: an axis of the mesh is Manual.
+
+        Warns:
+            LayoutWarning: a mesh axis is named by no rule, so devices along it would repeat the same work.
+        """
+        names = None if mesh is None else mesh.axis_names
+        complete = rule_table.complete(rules, names)
+        if mesh is not None:
+            if AxisType.Manual in mesh.axis_types:
+                raise MeshError(f"mesh {describe(mesh)} has Manual axes: give the mesh from outside the shard_map")
+            mesh = auto(mesh)
+            _check_used(mesh, complete, strict)
+        return cls(mesh=mesh, rules=complete, strict=strict)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each mesh axis; empty without a mesh."""
+        return {} if self.mesh is None else dict(zip(self.mesh.axis_names, self.mesh.axis_sizes, strict=True))
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh; 1 without one."""
+        return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def platform(self) -> str:
+        """`cpu`, `gpu` or `tpu`: the platform of the mesh's devices, on which kernels are chosen."""
+        if isinstance(self.mesh, Mesh):
+            platform = self.mesh.devices.flat[0].platform
+            return "gpu" if platform in ("cuda", "rocm") else platform
+        return jax.default_backend()
+
+    def resolve(self, *names: str | None, shape: Sequence[int] | None = None) -> Resolution:
+        """Mesh axes of each dimension, and why a wish was not met.
+
+        Raises:
+            RuleError: a name is unknown or stands twice; under `strict`, a wish was not met.
+        """
+        return _resolve(self, names, None if shape is None else tuple(shape))
+
+    def spec(self, *names: str | None, shape: Sequence[int] | None = None) -> P:
+        """The PartitionSpec of an array with these logical axes.
+
+        Args:
+            names: logical axis of each dimension; None is never sharded.
+            shape: size of each dimension; given, mesh axes that do not divide a dimension are left out.
+
+        Raises:
+            RuleError: a name is unknown or stands twice; under `strict`, a wish was not met.
+        """
+        return _partition(self.resolve(*names, shape=shape).axes)
+
+    def constrain(self, x: T, *names: str | None) -> T:
+        """`x`, laid out by the rules; works under `jit` with no context manager, and inside `shard_map`.
+
+        Mesh axes that are manual here are left out. An array on an Explicit mesh of the same devices becomes an array
+        on this layout's Auto mesh. Without a mesh this is the identity.
+
+        Args:
+            x: array with as many dimensions as there are names.
+            names: logical axis of each dimension.
+
+        Raises:
+            RuleError: a name is unknown, or there are too few or too many.
+            IndivisibleError: under `strict`, a dimension does not divide.
+            MeshError: `x` lives on a mesh of another number of devices.
+
+        Warns:
+            LayoutWarning: a dimension does not divide by its mesh axes and stays whole along them.
+        """
+        _check_rank(x, names)
+        resolution = self.resolve(*names, shape=x.shape)  # type: ignore[attr-defined]
+        if self.mesh is None:
+            return x
+        for note in resolution.notes:
+            warnings.warn(f"activation {names}: {note.text}; it stays whole there", LayoutWarning, stacklevel=2)
+        return self._place(x, resolution.axes)
+
+    def use(self, param: T, *names: str | None) -> T:
+        """A parameter gathered for use: whole along mesh axes that only store it.
+
+        These are the axes that shard the batch (fully sharded data parallelism) and those of storage rules. The
+        gradient goes back to the layout of the storage.
+
+        Args:
+            param: array with as many dimensions as there are names.
+            names: logical axis of each dimension.
+
+        Raises:
+            RuleError: a name is unknown, or there are too few or too many.
+        """
+        _check_rank(param, names)
+        if self.mesh is None:
+            return param
+        wanted, stored = _use_axes(self, names, param.shape)  # type: ignore[attr-defined]
+        if wanted == stored:
+            return self._place(param, stored)
+        return _gathered(self, wanted, stored, param)
+
+    def stored(self, *names: str | None, shape: Sequence[int]) -> Resolution:
+        """Mesh axes of each dimension of a parameter in storage: the rules, then the storage rules."""
+        return _stored(self, names, tuple(shape))
+
+    def shardings(self, shapes: Any, names: Any) -> Any:
+        """A NamedSharding for each parameter of a tree.
+
+        Args:
+            shapes: tree of arrays or `jax.ShapeDtypeStruct`.
+            names: the same tree with a tuple of logical axes at each leaf.
+
+        Returns:
+            The tree of shardings; without a mesh, None at each leaf.
+
+        Raises:
+            RuleError: a name is unknown or stands twice (the message names the parameter); under `strict`, a wish
+                was not met.
+        """
+        self._say_unmet(shapes, names)
+
+        def one(path: Any, leaf: Any, axes: tuple[str | None, ...]) -> NamedSharding | None:
+            resolution = self._of_parameter(path, leaf, axes)
+            return None if self.mesh is None else NamedSharding(self.mesh, _partition(resolution.axes))
+
+        return jax.tree_util.tree_map_with_path(one, shapes, names)
+
+    def report(self, shapes: Any, names: Any) -> Report:
+        """What lives where: a row for each parameter of a tree; nothing is allocated.
+
+        Args:
+            shapes: tree of arrays or `jax.ShapeDtypeStruct`.
+            names: the same tree with a tuple of logical axes at each leaf.
+        """
+        rows: list[Row] = []
+
+        def one(path: Any, leaf: Any, axes: tuple[str | None, ...]) -> None:
+            resolution = self._of_parameter(path, leaf, axes)
+            factor = math.prod(self.sizes[axis] for dim in resolution.axes for axis in dim)
+            total = math.prod(leaf.shape) * leaf.dtype.itemsize
+            rows.append(
+                Row(
+                    parameter=path_name(path),
+                    shape=tuple(leaf.shape),
+                    dtype=str(leaf.dtype),
+                    names=tuple(axes),
+                    spec=resolution.axes,
+                    bytes=total,
+                    bytes_per_device=total // factor,
+                    why=self._why(resolution, factor),
+                )
+            )
+
+        jax.tree_util.tree_map_with_path(one, shapes, names)
+        return Report(rows=tuple(rows))
+
+    def local(self, fn: Callable[..., Any], in_names: Sequence[Sequence[str | None]], out_names: Sequence[str | None]):
+        """`fn` on each device's part of its arguments: `shard_map` by logical names.
+
+        A logical axis is sharded only along the mesh axes that divide it in every argument, and a mesh axis that is
+        manual already is left out.
+
+        Args:
+            fn: arrays in, one array out.
+            in_names: logical axes of each argument.
+            out_names: logical axes of the result.
+        """
+
+        def run(*args: Any) -> Any:
+            if self.mesh is None:
+                return fn(*args)
+            manual = _manual_axes()
+            agreed = self._agreed(args, in_names, manual)
+            axis_names = {axis for axes in agreed.values() for axis in axes}
+            axis_names |= {axis for axis, size in self.sizes.items() if size == 1 and axis not in manual}
+            if not axis_names or self.num_devices == 1:
+                return fn(*args)
+
+            def spec(names: Sequence[str | None]) -> P:
+                return _partition(tuple(agreed.get(name, ()) if name else () for name in names))
+
+            return jax.shard_map(
+                fn,
+                mesh=jax.sharding.get_abstract_mesh() if manual else self.mesh,
+                in_specs=tuple(spec(names) for names in in_names),
+                out_specs=spec(out_names),
+                axis_names=axis_names,
+                check_vma=False,
+            )(*args)
+
+        return run
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """Makes `nn.with_logical_constraint` in a user's own flax modules act on this mesh by these rules.
+
+        That call does nothing outside `jax.set_mesh` plus `nn.logical_axis_rules`; this enters both, and tells `jit`
+        so that a function traced under other rules is traced again.
+
+        Raises:
+            MeshError: there is no mesh, or only an abstract one.
+        """
+        if not isinstance(self.mesh, Mesh):
+            raise MeshError("layout.context() needs devices: make the layout with a jax.sharding.Mesh")
+        import flax.linen as nn
+
+        usable = [
+            (logical, axes[0] if len(axes) == 1 else axes or None)
+            for logical, wanted in self.rules
+            for axes in [tuple(axis for axis in rule_table.axes_of(wanted) if axis in self.sizes)]
+            if axes or wanted is None
+        ]
+        with jax.set_mesh(self.mesh), nn.logical_axis_rules(usable), _rules_in_force(tuple(usable)):
+            yield
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Runs a model's body on the Auto mesh where the caller has set an Explicit one with `jax.set_mesh`."""
+        current = jax.sharding.get_abstract_mesh()
+        if self.mesh is None or current.empty or AxisType.Explicit not in current.axis_types:
+            yield
+            return
+        target = self.mesh if isinstance(self.mesh, AbstractMesh) else self.mesh.abstract_mesh
+        with jax.sharding.use_abstract_mesh(target):
+            yield
+
+    def leave(self, y: T, like: Any) -> T:
+        """`y` in the kind of type that `like` has: an Explicit array where the caller works with Explicit meshes."""
+        given = jax.typeof(like).sharding
+        if self.mesh is None or given.mesh.empty or AxisType.Explicit not in given.mesh.axis_types:
+            return y
+        here = jax.typeof(y).sharding
+        if AxisType.Explicit in here.mesh.axis_types:
+            return y
+        spec = (*given.spec, *(None,) * y.ndim)[: y.ndim]  # type: ignore[attr-defined]
+        fits = [_fits(axes, size, given.mesh) for axes, size in zip(spec, y.shape, strict=True)]  # type: ignore[attr-defined]
+        return _to_explicit(self, NamedSharding(given.mesh, P(*fits)), y)
+
+    def _agreed(
+        self, args: Sequence[Any], in_names: Sequence[Sequence[str | None]], manual: frozenset[str]
+    ) -> dict[str, tuple[str, ...]]:
+        agreed: dict[str, tuple[str, ...]] = {}
+        for arg, names in zip(args, in_names, strict=True):
+            _check_rank(arg, names)
+            axes = self.resolve(*names, shape=arg.shape).axes
+            for name, dim in zip(names, axes, strict=True):
+                free = tuple(axis for axis in dim if axis not in manual)
+                if name is not None:
+                    agreed[name] = free if agreed.get(name, free) == free else ()
+        return agreed
+
+    def _place(self, x: Any, axes: tuple[tuple[str, ...], ...]) -> Any:
+        if not isinstance(self.mesh, Mesh):
+            return x
+        self._check_devices(x)
+        manual = _manual_axes()
+        if manual:
+            free = tuple(tuple(axis for axis in dim if axis not in manual) for dim in axes)
+            if manual >= set(self.mesh.axis_names):
+                return x
+            return jax.lax.with_sharding_constraint(
+                x, NamedSharding(jax.sharding.get_abstract_mesh(), _partition(free))
+            )
+        given = jax.typeof(x).sharding
+        target = NamedSharding(self.mesh, _partition(axes))
+        if not given.mesh.empty and AxisType.Explicit in given.mesh.axis_types:
+            return _to_auto(self, target, given, x)
+        return jax.lax.with_sharding_constraint(x, target)
+
+    def _check_devices(self, x: Any) -> None:
+        assert isinstance(self.mesh, Mesh)
+        theirs = jax.typeof(x).sharding.mesh
+        if not theirs.empty and theirs.size not in (1, self.mesh.size):
+            raise MeshError(
+                f"the array lives on mesh {describe(theirs)}, the model on mesh {describe(self.mesh)}: "
+                "jax.device_put the array onto the model's mesh, or give the model the array's mesh"
+            )
+
+    def _of_parameter(self, path: Any, leaf: Any, names: tuple[str | None, ...]) -> Resolution:
+        label = path_name(path)
+        if len(names) != len(leaf.shape):
+            raise RuleError(f"parameter {label} has shape {tuple(leaf.shape)} but logical axes {names}")
+        try:
+            return self.stored(*names, shape=leaf.shape)
+        except RuleError as error:
+            raise type(error)(f"parameter {label}: {error}") from None
+
+    def _why(self, resolution: Resolution, factor: int) -> str:
+        reasons = [note.text for note in resolution.notes]
+        idle = [f"{a}={s}" for a, s in self.sizes.items() if s > 1 and not any(a in dim for dim in resolution.axes)]
+        if factor == 1 and self.num_devices > 1 and not reasons:
+            reasons.append("no rule shards it here")
+        elif reasons and not idle:
+            reasons.append("storage is sharded all the same, gathered on use")
+        return "; ".join(reasons)
+
+    def _say_unmet(self, shapes: Any, names: Any) -> None:
+        if self.num_devices == 1:
+            return
+        rows = self.report(shapes, names).rows
+        whole = [row for row in rows if row.bytes_per_device == row.bytes and row.why and row.bytes]
+        unmet = [row for row in rows if row.why]
+        if unmet:
+            example = whole[0] if whole else unmet[0]
+            _say_once(
+                f"layout: {len(unmet)} of {len(rows)} parameters are not sharded as the rules wish, {len(whole)} of "
+                f"them on no axis; for example {example.parameter}: {example.why} (layout.report lists all)"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Where one parameter lives.
+
+    Attributes:
+        parameter: path in the tree, joined by `/`.
+        shape: global shape.
+        dtype: name of the dtype.
+        names: logical axis of each dimension.
+        spec: mesh axes of each dimension.
+        bytes: bytes of the whole array.
+        bytes_per_device: bytes on each device.
+        why: why it is not sharded as the rules wish; empty when it is.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    dtype: str
+    names: tuple[str | None, ...]
+    spec: tuple[tuple[str, ...], ...]
+    bytes: int
+    bytes_per_device: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Where the parameters of a tree live.
+
+    Attributes:
+        rows: a row for each parameter.
+    """
+
+    rows: tuple[Row, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters (elements)."""
+        return sum(math.prod(row.shape) for row in self.rows)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all parameters together."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes that each device stores."""
+        return sum(row.bytes_per_device for row in self.rows)
+
+    @property
+    def share_per_device(self) -> float:
+        """Part of all bytes that each device stores, from 1 / devices (ideal) to 1 (replicated)."""
+        return self.bytes_per_device / self.bytes if self.bytes else 0.0
+
+
+def path_name(path: Any) -> str:
+    """`down_blocks_0/conv1/kernel` from the path of a tree's leaf."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _partition(axes: tuple[tuple[str, ...], ...]) -> P:
+    return P(*(dim[0] if len(dim) == 1 else dim or None for dim in axes))
+
+
+def _check_rank(x: Any, names: Sequence[str | None]) -> None:
+    if x.ndim != len(names):
+        raise RuleError(f"an array of shape {x.shape} has {x.ndim} dimensions, but {len(names)} names: {tuple(names)}")
+
+
+def _check_used(mesh: Mesh | AbstractMesh, rules: LogicalAxisRules, strict: bool) -> None:
+    named = {axis for _, wanted in rules for axis in rule_table.axes_of(wanted)}
+    for axis, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True):
+        if size > 1 and axis not in named:
+            text = (
+                f"mesh axis '{axis}' ({size}) is named by no rule, so devices along it repeat the same work: "
+                f'write a rule such as ("activation_batch", "{axis}"), or a mesh without it'
+            )
+            if strict:
+                raise RuleError(text)
+            warnings.warn(text, LayoutWarning, stacklevel=3)
+
+
+def _refuse(layout: Layout, names: Sequence[str | None], notes: Sequence[Note]) -> None:
+    if layout.strict and notes:
+        error = IndivisibleError if any(note.kind == "indivisible" for note in notes) else RuleError
+        raise error(f"{tuple(names)}: {'; '.join(note.text for note in notes)} (strict)")
+
+
+@functools.lru_cache(maxsize=65536)
+def _resolve(layout: Layout, names: tuple[str | None, ...], shape: tuple[int, ...] | None) -> Resolution:
+    resolution = rule_table.resolve(names, layout.rules, layout.sizes, shape=shape)
+    _refuse(layout, names, resolution.notes)
+    return resolution
+
+
+@functools.lru_cache(maxsize=65536)
+def _stored(layout: Layout, names: tuple[str | None, ...], shape: tuple[int, ...]) -> Resolution:
+    resolution = rule_table.resolve(
+        names, layout.rules, layout.sizes, shape=shape, storage=rule_table.STORAGE_RULES
+    )
+    _refuse(layout, names, resolution.notes)
+    return resolution
+
+
+@functools.lru_cache(maxsize=65536)
+def _use_axes(
+    layout: Layout, names: tuple[str | None, ...], shape: tuple[int, ...]
+) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
+    batch = rule_table.resolve(("activation_batch",), layout.rules, layout.sizes).axes[0]
+    by_rules = rule_table.resolve(names, layout.rules, layout.sizes, shape=shape).axes
+    wanted = tuple(tuple(axis for axis in dim if axis not in batch) for dim in by_rules)
+    return wanted, _stored(layout, names, shape).axes
+
+
+@functools.lru_cache(maxsize=1024)
+def _say_once(text: str) -> None:
+    log.warning(text)
+
+
+def _manual_axes() -> frozenset[str]:
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def _fits(axes: Any, size: int, mesh: AbstractMesh) -> Any:
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    return axes if size % math.prod(sizes[axis] for axis in rule_table.axes_of(axes)) == 0 else None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gathered(layout: Layout, wanted: Any, stored: Any, x: Any) -> Any:
+    return layout._place(x, wanted)
+
+
+def _gathered_fwd(layout: Layout, wanted: Any, stored: Any, x: Any) -> tuple[Any, None]:
+    return layout._place(x, wanted), None
+
+
+def _gathered_bwd(layout: Layout, wanted: Any, stored: Any, _: None, cotangent: Any) -> tuple[Any]:
+    return (layout._place(cotangent, stored),)
+
+
+_gathered.defvjp(_gathered_fwd, _gathered_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _to_auto(layout: Layout, target: NamedSharding, given: NamedSharding, x: Any) -> Any:
+    with layout.scope():
+        return jax.lax.with_sharding_constraint(x, target)
+
+
+def _to_auto_fwd(layout: Layout, target: NamedSharding, given: NamedSharding, x: Any) -> tuple[Any, None]:
+    return _to_auto(layout, target, given, x), None
+
+
+def _to_auto_bwd(layout: Layout, target: NamedSharding, given: NamedSharding, _: None, cotangent: Any) -> tuple[Any]:
+    return (jax.sharding.reshard(cotangent, given),)
+
+
+_to_auto.defvjp(_to_auto_fwd, _to_auto_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _to_explicit(layout: Layout, target: NamedSharding, y: Any) -> Any:
+    return jax.sharding.reshard(y, target)
+
+
+def _to_explicit_fwd(layout: Layout, target: NamedSharding, y: Any) -> tuple[Any, None]:
+    return jax.sharding.reshard(y, target), None
+
+
+def _to_explicit_bwd(layout: Layout, target: NamedSharding, _: None, cotangent: Any) -> tuple[Any]:
+    assert isinstance(layout.mesh, Mesh)
+    with layout.scope():
+        spec = P(*target.spec)
+        return (jax.lax.with_sharding_constraint(cotangent, NamedSharding(layout.mesh, spec)),)
+
+
+_to_explicit.defvjp(_to_explicit_fwd, _to_explicit_bwd)
