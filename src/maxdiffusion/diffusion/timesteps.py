@@ -1,0 +1,104 @@
+"""Training times are a function of (key, global sample index), as noise is, so they do not depend on the mesh.
+
+A sampler draws numbers u in [0, 1), 0 towards the data; `Process.training_time` turns them into the process's times.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from maxdiffusion.diffusion.noise import sample_keys, stream
+from maxdiffusion.errors import UsageError, nearest
+
+_GOLDEN = 2654435769  # 2^32 / golden ratio, rounded to odd: the steps of the most even additive sequence
+
+
+class TimeSampler(Protocol):
+    """Frozen and hashable, static under jit."""
+
+    def __call__(
+        self, key: Key[Array, ""], indices: Int[Array, " batch"], *, step: int | Int[Array, ""] = 0
+    ) -> Float[Array, " batch"]:
+        """float32 numbers in [0, 1), one for each sample, from the streams of `key`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uniform:
+    """Uniform numbers.
+
+    Args:
+        draw: `independent`; or `stratified`: neighbours in `indices` are spread evenly (an additive sequence with the
+            golden ratio, shifted at random in each step), which lowers the variance of the batch's mean loss.
+
+    Raises:
+        UsageError: another `draw`.
+    """
+
+    draw: Literal["independent", "stratified"] = "independent"
+
+    def __post_init__(self) -> None:
+        options = get_args(Literal["independent", "stratified"])
+        if self.draw not in options:
+            raise UsageError(f"draw {self.draw!r}: {nearest(str(self.draw), options)}")
+
+    def __call__(
+        self, key: Key[Array, ""], indices: Int[Array, " batch"], *, step: int | Int[Array, ""] = 0
+    ) -> Float[Array, " batch"]:
+        key = stream(key, "time")
+        if self.draw == "independent":
+            return jax.vmap(lambda one: jax.random.uniform(one, (), jnp.float32))(sample_keys(key, indices, step=step))
+        shift = jax.random.bits(jax.random.fold_in(key, step), (), jnp.uint32)
+        word = indices.astype(jnp.uint32) * jnp.uint32(_GOLDEN) + shift  # wraps modulo 2^32, as wanted
+        return (word >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitNormal:
+    """u = sigmoid(mean + std n) with n normal: most draws in the middle (Esser et al. 2024, section 3.1).
+
+    Args:
+        mean: of the normal; positive moves towards noise.
+        std: of the normal.
+
+    Raises:
+        UsageError: std is not positive, or mean is not finite.
+    """
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.mean) and math.isfinite(self.std) and self.std > 0):
+            raise UsageError(f"LogitNormal(mean={self.mean}, std={self.std}): write a finite mean and a positive std")
+
+    def __call__(
+        self, key: Key[Array, ""], indices: Int[Array, " batch"], *, step: int | Int[Array, ""] = 0
+    ) -> Float[Array, " batch"]:
+        keys = sample_keys(stream(key, "time"), indices, step=step)
+        normal = jax.vmap(lambda one: jax.random.normal(one, (), jnp.float32))(keys)
+        return jnp.minimum(jax.nn.sigmoid(self.mean + self.std * normal), 1 - 2.0**-24)
+
+
+TIME_SAMPLERS: dict[str, TimeSampler] = {
+    "uniform": Uniform(),
+    "stratified": Uniform(draw="stratified"),
+    "logit_normal": LogitNormal(),
+}
+
+
+def get_time_sampler(name: str) -> TimeSampler:
+    """The time sampler of this name with its default settings.
+
+    Raises:
+        UsageError: no such sampler; the message has the nearest name.
+    """
+    if name not in TIME_SAMPLERS:
+        raise UsageError(f"time sampler {name!r}: {nearest(str(name), TIME_SAMPLERS)}")
+    return TIME_SAMPLERS[name]
