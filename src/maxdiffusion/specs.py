@@ -44,9 +44,7 @@ class MeshSpec:
     ici: tuple[int, ...]
     dcn: tuple[int, ...]
 
-    def __init__(
-        self, *, axes: tuple[str, ...] = MESH_AXES, dcn: Mapping[str, int] | None = None, **ici: int
-    ) -> None:
+    def __init__(self, *, axes: tuple[str, ...] = MESH_AXES, dcn: Mapping[str, int] | None = None, **ici: int) -> None:
         axes = tuple(axes)
         dcn = dict(dcn or {})
         for label, sizes in (("", ici), ("dcn.", dcn)):

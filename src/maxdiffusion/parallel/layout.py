@@ -89,12 +89,12 @@ class Layout:
         return jax.default_backend()
 
     def resolve(self, *names: str | None, shape: Sequence[int] | None = None) -> Resolution:
-        """Mesh axes of each dimension, and why a wish was not met.
+        """Mesh axes of each dimension, and why a wish was not met; axes that are manual here do not count.
 
         Raises:
             RuleError: a name is unknown or stands twice; under `strict`, a wish was not met.
         """
-        return _resolve(self, names, None if shape is None else tuple(shape))
+        return _resolve(self, names, None if shape is None else tuple(shape), _manual_axes())
 
     def spec(self, *names: str | None, shape: Sequence[int] | None = None) -> P:
         """The PartitionSpec of an array with these logical axes.
@@ -226,7 +226,7 @@ class Layout:
             if self.mesh is None:
                 return fn(*args)
             manual = _manual_axes()
-            agreed = self._agreed(args, in_names, manual)
+            agreed = self._agreed(args, in_names)
             axis_names = {axis for axes in agreed.values() for axis in axes}
             axis_names |= {axis for axis, size in self.sizes.items() if size == 1 and axis not in manual}
             if not axis_names or self.num_devices == 1:
@@ -292,17 +292,14 @@ class Layout:
         fits = [_fits(axes, size, given.mesh) for axes, size in zip(spec, y.shape, strict=True)]  # type: ignore[attr-defined]
         return _to_explicit(self, NamedSharding(given.mesh, P(*fits)), y)
 
-    def _agreed(
-        self, args: Sequence[Any], in_names: Sequence[Sequence[str | None]], manual: frozenset[str]
-    ) -> dict[str, tuple[str, ...]]:
+    def _agreed(self, args: Sequence[Any], in_names: Sequence[Sequence[str | None]]) -> dict[str, tuple[str, ...]]:
         agreed: dict[str, tuple[str, ...]] = {}
         for arg, names in zip(args, in_names, strict=True):
             _check_rank(arg, names)
             axes = self.resolve(*names, shape=arg.shape).axes
             for name, dim in zip(names, axes, strict=True):
-                free = tuple(axis for axis in dim if axis not in manual)
                 if name is not None:
-                    agreed[name] = free if agreed.get(name, free) == free else ()
+                    agreed[name] = dim if agreed.get(name, dim) == dim else ()
         return agreed
 
     def _place(self, x: Any, axes: tuple[tuple[str, ...], ...]) -> Any:
@@ -454,17 +451,18 @@ def _refuse(layout: Layout, names: Sequence[str | None], notes: Sequence[Note]) 
 
 
 @functools.lru_cache(maxsize=65536)
-def _resolve(layout: Layout, names: tuple[str | None, ...], shape: tuple[int, ...] | None) -> Resolution:
-    resolution = rule_table.resolve(names, layout.rules, layout.sizes, shape=shape)
+def _resolve(
+    layout: Layout, names: tuple[str | None, ...], shape: tuple[int, ...] | None, manual: frozenset[str]
+) -> Resolution:
+    sizes = {axis: size for axis, size in layout.sizes.items() if axis not in manual}
+    resolution = rule_table.resolve(names, layout.rules, sizes, shape=shape)
     _refuse(layout, names, resolution.notes)
     return resolution
 
 
 @functools.lru_cache(maxsize=65536)
 def _stored(layout: Layout, names: tuple[str | None, ...], shape: tuple[int, ...]) -> Resolution:
-    resolution = rule_table.resolve(
-        names, layout.rules, layout.sizes, shape=shape, storage=rule_table.STORAGE_RULES
-    )
+    resolution = rule_table.resolve(names, layout.rules, layout.sizes, shape=shape, storage=rule_table.STORAGE_RULES)
     _refuse(layout, names, resolution.notes)
     return resolution
 

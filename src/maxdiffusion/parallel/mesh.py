@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from maxdiffusion.specs import MeshSpec
 log = logging.getLogger(__name__)
 
 
-def build_mesh(spec: MeshSpec | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def build_mesh(spec: MeshSpec | None = None, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of the devices with the axes and sizes of `spec`; all axes are Auto.
 
     Axes across slices (`spec.dcn`) lie outside the axes within a slice, so that only they cross the slower network.
@@ -67,7 +68,7 @@ def describe(mesh: Mesh | AbstractMesh) -> str:
     return text if mesh.size == 1 else f"{text} ({mesh.size} devices)"
 
 
-def _hybrid(ici: tuple[int, ...], dcn: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
+def _hybrid(ici: tuple[int, ...], dcn: tuple[int, ...], devices: list[Any]) -> np.ndarray:
     wanted = math.prod(dcn)
     slices = _slices(devices)
     if len(slices) == 1:
@@ -89,9 +90,9 @@ def _hybrid(ici: tuple[int, ...], dcn: tuple[int, ...], devices: list[jax.Device
     return blocks.transpose(order).reshape([outer * size for outer, size in zip(dcn, ici, strict=True)])
 
 
-def _slices(devices: list[jax.Device]) -> list[list[jax.Device]]:
+def _slices(devices: list[Any]) -> list[list[Any]]:
     """Devices by TPU slice; where the devices know of no slices, by process."""
-    groups: dict[int, list[jax.Device]] = {}
+    groups: dict[int, list[Any]] = {}
     for device in devices:
         groups.setdefault(getattr(device, "slice_index", device.process_index), []).append(device)
     return [groups[key] for key in sorted(groups)]

@@ -49,7 +49,8 @@ _TENSOR: LogicalAxisRules = tuple(
     for name in ("heads", "mlp", "conv_out", "vocab", "activation_heads", "activation_mlp", "activation_channels")
 )
 _FSDP: LogicalAxisRules = tuple(
-    (name, "fsdp") for name in ("embed", "cross_embed", "conv_in", "norm", "length", "conv_out", "mlp", "heads", "vocab")
+    (name, "fsdp")
+    for name in ("embed", "cross_embed", "conv_in", "norm", "length", "conv_out", "mlp", "heads", "vocab")
 )
 _BATCH: LogicalAxisRules = (("activation_batch", ("data", "fsdp")),)
 _CONTEXT: LogicalAxisRules = (("activation_length", "context"), ("activation_height", "context"))
@@ -222,7 +223,9 @@ def check_rules(rules: LogicalAxisRules, mesh_axes: Iterable[str] | None) -> Log
         check_names((logical,))
         for axis in axes_of(wanted):
             if axis not in known:
-                raise RuleError(f"rule ('{logical}', {wanted!r}): mesh axis '{axis}' is unknown: {nearest(axis, known)}")
+                raise RuleError(
+                    f"rule ('{logical}', {wanted!r}): mesh axis '{axis}' is unknown: {nearest(axis, known)}"
+                )
         if len(set(axes_of(wanted))) != len(axes_of(wanted)):
             raise RuleError(f"rule ('{logical}', {wanted!r}) names a mesh axis twice: name it once")
         checked.append((logical, wanted if wanted is None or isinstance(wanted, str) else tuple(wanted)))

@@ -1,0 +1,47 @@
+"""Every test runs on eight virtual CPU devices, refuses rank promotion, and fails on our own warnings."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_FLAGS = {
+    "--xla_force_host_platform_device_count": "8",
+    # A rendezvous of eight devices on a busy machine can take long; the test's own timeout decides.
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
+    "--xla_cpu_collective_call_terminate_timeout_seconds": "600",
+}
+_given = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = " ".join([_given, *(f"{k}={v}" for k, v in _FLAGS.items() if k not in _given)]).strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # noqa: E402  (the flags above must be set before jax starts its backend)
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+from jax.sharding import Mesh  # noqa: E402
+
+_CACHE = Path(os.environ.get("MAXDIFFUSION_TEST_CACHE", Path(__file__).parent.parent / ".cache" / "xla"))
+jax.config.update("jax_compilation_cache_dir", str(_CACHE / f"jax-{jax.__version__}"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def devices() -> np.ndarray:
+    """The eight virtual devices."""
+    found = np.array(jax.devices())
+    assert found.size == 8, f"the tests need 8 devices, found {found.size}: is XLA_FLAGS overridden?"
+    return found
+
+
+@pytest.fixture(scope="session")
+def data_model(devices: np.ndarray) -> Mesh:
+    """The mesh of the parallelism page: (4, 2) over ("data", "model")."""
+    return Mesh(devices.reshape(4, 2), ("data", "model"))
+
+
+@pytest.fixture(scope="session")
+def fsdp_tensor(devices: np.ndarray) -> Mesh:
+    """(4, 2) over ("fsdp", "tensor")."""
+    return Mesh(devices.reshape(4, 2), ("fsdp", "tensor"))
