@@ -1,0 +1,389 @@
+"""What a recipe may say: frozen sections, each value with what is allowed; no jax here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import field
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_type_hints
+
+from pydantic import ConfigDict, Field, field_validator
+from pydantic.dataclasses import dataclass
+
+from maxdiffusion.common_types import BlockSizes, LogicalAxisRules
+from maxdiffusion.errors import UsageError, nearest
+from maxdiffusion.specs import (
+    MESH_AXES,
+    AttentionKernel,
+    AttentionSpec,
+    MeshSpec,
+    Precision,
+    QuantSpec,
+    RematPolicy,
+    RematSpec,
+)
+
+ModelName = Literal["pictures", "sd15", "sd21", "sdxl"]
+RulePreset = Literal["dp", "fsdp", "tp", "fsdp_tp", "hsdp", "context"]
+DType = Literal["float32", "bfloat16", "float16"]
+SolverName = Literal["euler", "euler_ancestral", "ddim", "dpmpp_2m"]
+
+LIST = "a list such as [a, b]"
+Text: TypeAlias = Annotated[str, Field(min_length=1, description="a text")]
+Texts: TypeAlias = Annotated[tuple[str, ...], Field(description=LIST)]
+Flag: TypeAlias = Annotated[bool, Field(strict=True, description="true or false")]
+Count: TypeAlias = Annotated[int, Field(strict=True, ge=1, description="a whole number, 1 or more")]
+CountOrZero: TypeAlias = Annotated[int, Field(strict=True, ge=0, description="a whole number, 0 or more")]
+Every: TypeAlias = Annotated[int, Field(strict=True, ge=0, description="a whole number of steps, or 0 for never")]
+Positive: TypeAlias = Annotated[float, Field(strict=True, gt=0, description="a number above 0")]
+NotNegative: TypeAlias = Annotated[float, Field(strict=True, ge=0, description="a number, 0 or more")]
+Share: TypeAlias = Annotated[float, Field(strict=True, ge=0, le=1, description="a number from 0 to 1")]
+Decay: TypeAlias = Annotated[float, Field(strict=True, ge=0, lt=1, description="a number from 0 to below 1")]
+MeshSizes: TypeAlias = Annotated[
+    dict[str, Annotated[int, Field(strict=True)] | dict[str, Annotated[int, Field(strict=True)]]],
+    Field(description="sizes of mesh axes such as data=4,tensor=2"),
+]
+DataSharding: TypeAlias = Annotated[
+    tuple[str | tuple[str, ...] | None, ...],
+    Field(description="one mesh axis or null for each dimension, such as [data, null, null, null]"),
+]
+Rules: TypeAlias = Annotated[
+    RulePreset | tuple[tuple[str, str | tuple[str, ...] | None], ...],
+    Field(description="a preset (dp, fsdp, tp, fsdp_tp, hsdp, context), or a list of [name, mesh axes]"),
+]
+
+
+class FieldError(UsageError):
+    """A value that does not go with another value of its section.
+
+    Attributes:
+        key: name of the value within its section.
+        cause: what is wrong and what to write.
+    """
+
+    def __init__(self, key: str, cause: str) -> None:
+        super().__init__(f"{key}: {cause}")
+        self.key = key
+        self.cause = cause
+
+
+_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class DataSection:
+    """Which captioned pictures a model learns from.
+
+    Attributes:
+        source: `pictures` is the built-in set, `folder` a folder of images with captions.
+        path: the folder, for `folder`.
+        concepts: name of a list (`demo-160`), or the concepts themselves; null for all. Built-in set only.
+        styles: styles of the built-in set; null for all.
+        size: height and width that pictures are given to the model in, in pixels.
+        split: `train` leaves the held-out (concept, style) pairs out, `held_out` is only they, `all` is both.
+        on_broken: what a picture that cannot be read does: `skip` (named and counted) or `error`.
+    """
+
+    source: Literal["pictures", "folder"] = "pictures"
+    path: Text | None = None
+    concepts: Annotated[str | tuple[str, ...], Field(description="the name of a list, or a list [a, b]")] | None = None
+    styles: Texts | None = None
+    size: Count = 64
+    split: Literal["train", "held_out", "all"] = "train"
+    on_broken: Literal["skip", "error"] = "error"
+
+    def __post_init__(self) -> None:
+        if self.source == "folder" and self.path is None:
+            raise FieldError("path", "source=folder needs the folder: write data.path=FOLDER")
+        if self.source == "pictures" and self.path is not None:
+            raise FieldError("path", "the built-in pictures have no path: write data.source=folder, or leave path out")
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class DiffusionSection:
+    """Which noising process is learnt, and what the network predicts.
+
+    Attributes:
+        process: `flow` (straight lines between data and noise) or `vp` (variance preserving).
+        prediction: what the network's output means.
+        timesteps: how training draws times.
+        shift: moves times towards noise; 1 moves nothing.
+        zero_terminal_snr: `vp` only: the last time holds no signal at all.
+    """
+
+    process: Literal["flow", "vp"] = "flow"
+    prediction: Literal["velocity", "epsilon", "v_prediction", "sample"] = "velocity"
+    timesteps: Literal["uniform", "stratified", "logit_normal"] = "uniform"
+    shift: Positive = 1.0
+    zero_terminal_snr: Flag = False
+
+    def __post_init__(self) -> None:
+        if self.zero_terminal_snr and self.process == "flow":
+            cause = "process=flow ends without signal already: leave it out, or take diffusion.process=vp"
+            raise FieldError("zero_terminal_snr", cause)
+        if self.zero_terminal_snr and self.prediction == "epsilon":
+            cause = "epsilon says nothing where there is no signal: take diffusion.prediction=v_prediction"
+            raise FieldError("zero_terminal_snr", cause)
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class TrainSection:
+    """How long and how fast a model learns.
+
+    Attributes:
+        steps: optimizer steps.
+        batch_size: pictures a step, over all devices.
+        learning_rate: its highest value.
+        warmup_steps: steps of linear rise to it.
+        schedule: what follows the rise: `constant`, or `cosine` down to zero at the last step.
+        weight_decay: AdamW's.
+        beta1: AdamW's decay of the first moment.
+        beta2: AdamW's decay of the second moment.
+        grad_clip: largest global norm of the gradients; null for no limit.
+        ema_decay: decay of the averaged weights a step; 0 keeps none.
+        caption_dropout: share of pictures trained without their caption, for guidance.
+        log_every: steps between lines of metrics.
+        sample_every: steps between grids of samples.
+        checkpoint_every: steps between checkpoints; the last step always makes one.
+        eval_every: steps between losses on the held-out pairs.
+    """
+
+    steps: Count = 1000
+    batch_size: Count = 32
+    learning_rate: Positive = 3e-4
+    warmup_steps: CountOrZero = 100
+    schedule: Literal["constant", "cosine"] = "constant"
+    weight_decay: NotNegative = 0.01
+    beta1: Decay = 0.9
+    beta2: Decay = 0.99
+    grad_clip: Positive | None = 1.0
+    ema_decay: Decay = 0.999
+    caption_dropout: Share = 0.1
+    log_every: Count = 10
+    sample_every: Every = 500
+    checkpoint_every: Every = 1000
+    eval_every: Every = 0
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class SampleSection:
+    """How pictures are made from noise, while training and afterwards.
+
+    Attributes:
+        solver: integrates from noise to picture.
+        steps: its steps.
+        guidance_scale: classifier-free guidance; 1 is none.
+        prompts: captions of the sample grids.
+        seed: seed of the samples' noise.
+        num_per_prompt: pictures for each prompt.
+    """
+
+    solver: SolverName = "euler"
+    steps: Count = 25
+    guidance_scale: NotNegative = 3.0
+    prompts: Texts = ()
+    seed: CountOrZero = 0
+    num_per_prompt: Count = 4
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Recipe:
+    """One training run, whole: what to learn, from what, how, and where on the devices.
+
+    Attributes:
+        model: registry name.
+        model_config: overrides of the model's own constructor keywords; the model checks them.
+        seed: seed of the initial weights, the order of the data and the noise.
+        run: output folder; null is `runs/NAME` with the name of the recipe.
+        mesh_axes: names of the mesh axes, outermost first.
+        mesh: size of each axis, and under `dcn` across slices; as text `data=4,tensor=2`.
+        logical_axis_rules: a preset, a list of [logical name, mesh axes], or null for the default table.
+        data_sharding: mesh axis of each dimension of a batch; null follows the rules.
+        attention_kernel: `dot_product` or `flash`.
+        flash_min_seq_length: tokens below which `flash` uses the dot-product kernel.
+        flash_block_sizes: tiles of the flash kernel; null lets the kernel choose.
+        dtype: dtype of activations.
+        weights_dtype: dtype that the model's weights are used in (the optimizer's are float32).
+        precision: precision of float32 matrix products.
+        remat_policy: what the backward pass recomputes.
+        scan_layers: equal blocks are stacked and scanned.
+        use_qwix_quantization: not available yet.
+        quantization: not available yet.
+        strict: every array that is not laid out as the rules wish is an error.
+        virtual_devices: number of virtual devices on a CPU, made by the command line; null takes what there is.
+    """
+
+    model: ModelName = "pictures"
+    model_config: dict[str, Any] = field(default_factory=dict)
+    seed: CountOrZero = 0
+    run: Text | None = None
+    mesh_axes: Annotated[tuple[Text, ...], Field(min_length=1, description="a list of different names")] = MESH_AXES
+    mesh: MeshSizes = field(default_factory=dict)
+    logical_axis_rules: Rules | None = None
+    data_sharding: DataSharding | None = None
+    attention_kernel: AttentionKernel = "dot_product"
+    flash_min_seq_length: CountOrZero = AttentionSpec.flash_min_seq_length
+    flash_block_sizes: BlockSizes | None = None
+    dtype: DType = "float32"
+    weights_dtype: DType = "float32"
+    precision: Precision = "default"
+    remat_policy: RematPolicy = "none"
+    scan_layers: Flag = False
+    use_qwix_quantization: Flag = False
+    quantization: Text | None = None
+    strict: Flag = False
+    virtual_devices: Count | None = None
+    data: DataSection = field(default_factory=DataSection)
+    diffusion: DiffusionSection = field(default_factory=DiffusionSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    sample: SampleSection = field(default_factory=SampleSection)
+
+    def __post_init__(self) -> None:
+        axes = self.mesh_axes
+        twice = next((name for name in axes if axes.count(name) > 1), None)
+        if twice:
+            raise FieldError("mesh_axes", f"'{twice}' is given twice: mesh axes need different names")
+        try:
+            _mesh_spec(self.mesh, axes)
+        except UsageError as error:
+            raise FieldError("mesh", str(error)) from error
+        for entry in self.data_sharding or ():
+            for name in (entry,) if isinstance(entry, str) else entry or ():
+                if name not in axes:
+                    raise FieldError("data_sharding", f"the mesh has no axis '{name}': {nearest(name, axes)}")
+
+    @field_validator("mesh", mode="before")
+    @classmethod
+    def _read_mesh(cls, mesh: Any) -> Any:
+        return mesh_sizes(mesh) if isinstance(mesh, str) else mesh
+
+    @field_validator("logical_axis_rules", mode="before")
+    @classmethod
+    def _known_preset(cls, rules: Any) -> Any:
+        presets = get_args(RulePreset)
+        if isinstance(rules, str) and rules not in presets:
+            raise UsageError(f"'{rules}' is no preset: {nearest(rules, presets)}")
+        return rules
+
+    @field_validator("flash_block_sizes", mode="before")
+    @classmethod
+    def _read_blocks(cls, blocks: Any) -> Any:
+        if not isinstance(blocks, dict):
+            return blocks
+        names = [entry.name for entry in dataclasses.fields(BlockSizes)]
+        unknown = next((name for name in blocks if name not in names), None)
+        if unknown is not None:
+            raise UsageError(f"'{unknown}' is unknown: {nearest(str(unknown), names)}")
+        missing = [name for name in ("block_q", "block_k") if name not in blocks]
+        if missing:
+            raise UsageError(f"{' and '.join(missing)} missing: write flash_block_sizes.{missing[0]}=128")
+        return BlockSizes(**blocks)
+
+    @field_validator("quantization")
+    @classmethod
+    def _available(cls, quantization: str | None) -> str | None:
+        return QuantSpec(mode=quantization).mode
+
+    @field_validator("use_qwix_quantization")
+    @classmethod
+    def _qwix(cls, use: bool) -> bool:
+        if use:
+            raise UsageError("quantization is not available yet: leave `use_qwix_quantization` and `quantization` out")
+        return use
+
+    @property
+    def mesh_spec(self) -> MeshSpec:
+        """Sizes of the mesh axes."""
+        return _mesh_spec(self.mesh, self.mesh_axes)
+
+    @property
+    def rules(self) -> str | LogicalAxisRules | None:
+        """The preset, the list of rules, or None for the default table."""
+        return self.logical_axis_rules
+
+    @property
+    def attention_spec(self) -> AttentionSpec:
+        """Kernel and tiles of attention."""
+        return AttentionSpec(
+            kernel=self.attention_kernel,
+            flash_min_seq_length=self.flash_min_seq_length,
+            block_sizes=self.flash_block_sizes,
+        )
+
+    @property
+    def remat_spec(self) -> RematSpec:
+        """What the backward pass recomputes."""
+        return RematSpec(policy=self.remat_policy)
+
+    @property
+    def quant_spec(self) -> QuantSpec:
+        """Quantisation, none so far."""
+        return QuantSpec(mode=self.quantization)
+
+
+SECTIONS: Mapping[str, type] = {
+    "data": DataSection,
+    "diffusion": DiffusionSection,
+    "train": TrainSection,
+    "sample": SampleSection,
+}
+"""Keys of a recipe that hold keys themselves."""
+
+MAPPINGS = ("mesh", "model_config", "flash_block_sizes")
+"""Keys of a recipe that hold a mapping: written whole, or name by name as `mesh.data=4`."""
+
+
+def mesh_sizes(text: str) -> dict[str, Any]:
+    """The mapping that a mesh written as `data=4,tensor=2,dcn.data=2` stands for; any axis names.
+
+    Raises:
+        MeshError: the text is not of that form.
+    """
+    written = [part.partition("=")[0].strip() for part in text.split(",") if part.strip()]
+    names = tuple(dict.fromkeys(name.removeprefix("dcn.") for name in written)) or MESH_AXES
+    spec = MeshSpec.parse(text, axes=names)
+    sizes: dict[str, Any] = {name: spec.ici[names.index(name)] for name in written if not name.startswith("dcn.")}
+    dcn = {name[4:]: spec.dcn[names.index(name[4:])] for name in written if name.startswith("dcn.")}
+    return {**sizes, "dcn": dcn} if dcn else sizes
+
+
+def _mesh_spec(mesh: Mapping[str, Any], axes: tuple[str, ...]) -> MeshSpec:
+    sizes = {name: size for name, size in mesh.items() if name != "dcn"}
+    nested = next((name for name, size in sizes.items() if isinstance(size, dict)), None)
+    if nested:
+        raise UsageError(f"mesh.{nested} holds a mapping: write a number of devices")
+    if isinstance(mesh.get("dcn", {}), int):
+        raise UsageError("mesh.dcn holds the sizes across slices by axis: write for example mesh.dcn.data=2")
+    # `axes` and `dcn` are keywords of MeshSpec, so an axis cannot have these names: parse has no such limit.
+    text = [f"{name}={size}" for name, size in sizes.items()]
+    text += [f"dcn.{name}={size}" for name, size in mesh.get("dcn", {}).items()]
+    return MeshSpec.parse(",".join(text), axes=axes)
+
+
+def key_annotations() -> Iterator[tuple[str, Any]]:
+    """Every full key of a recipe with its annotation, in the order shown; a mapping is one key."""
+    for name, annotation in get_type_hints(Recipe, include_extras=True).items():
+        if name in SECTIONS:
+            for inner, hint in get_type_hints(SECTIONS[name], include_extras=True).items():
+                yield f"{name}.{inner}", hint
+        else:
+            yield name, annotation
+
+
+def flatten(recipe: Recipe) -> dict[str, Any]:
+    """Every full key of a recipe with its value; a mapping that is not empty gives a key for each of its names."""
+    flat: dict[str, Any] = {}
+    for key, _ in key_annotations():
+        section, _, name = key.rpartition(".")
+        value = getattr(getattr(recipe, section) if section else recipe, name)
+        if isinstance(value, BlockSizes):
+            value = {block: size for block, size in dataclasses.asdict(value).items() if size is not None}
+        if key not in MAPPINGS or not value:
+            flat[key] = value
+            continue
+        for inner, size in value.items():
+            if (key, inner) == ("mesh", "dcn"):
+                flat.update({f"mesh.dcn.{axis}": slices for axis, slices in size.items()})
+            else:
+                flat[f"{key}.{inner}"] = size
+    return flat
