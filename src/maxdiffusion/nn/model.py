@@ -1,0 +1,202 @@
+"""`DiffusionModel`: the flat execution keywords that every model takes, folded once into a `Runtime`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, TypeAlias
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from maxdiffusion.common_types import BlockSizes, LogicalAxisRules
+from maxdiffusion.errors import UsageError, nearest
+from maxdiffusion.nn.random_bits import weights_key
+from maxdiffusion.parallel.layout import Layout
+from maxdiffusion.runtime import Runtime
+from maxdiffusion.specs import AttentionSpec, QuantSpec, RematSpec
+
+Tree: TypeAlias = Any
+"""A nested dict; what its leaves are is said where it is used."""
+
+_PRECISIONS = {
+    "default": jax.lax.Precision.DEFAULT,
+    "high": jax.lax.Precision.HIGH,
+    "highest": jax.lax.Precision.HIGHEST,
+}
+
+
+def float_dtype(value: Any, name: str) -> Any:
+    """`value` (a dtype, a scalar type or a name such as 'bfloat16') as a floating dtype.
+
+    Args:
+        value: what the user wrote.
+        name: of the keyword, for the message.
+
+    Raises:
+        UsageError: it is no floating dtype.
+    """
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        raise UsageError(f"{name}={value!r} is no dtype: write 'float32' or 'bfloat16'") from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise UsageError(f"{name}={dtype.name} is no floating dtype: write 'float32' or 'bfloat16'")
+    return dtype
+
+
+def _precision(value: str | jax.lax.Precision | None) -> jax.lax.Precision | None:
+    if value is None or isinstance(value, jax.lax.Precision):
+        return value
+    if value not in _PRECISIONS:
+        raise UsageError(f"precision={value!r} is unknown: {nearest(str(value), _PRECISIONS)}")
+    return _PRECISIONS[value]
+
+
+class DiffusionModel(nn.Module, kw_only=True):
+    """Base of the models: how one runs, apart from what it is.
+
+    Attributes:
+        mesh: devices that the model runs on; None for one device. Needed for `attention_kernel="flash"`.
+        attention_kernel: `dot_product` (scores in memory) or `flash` (online softmax, any length).
+        flash_min_seq_length: below this many tokens `flash` uses the dot-product kernel, with the same numbers.
+        flash_block_sizes: tiles of the flash kernel; None lets the kernel choose.
+        logical_axis_rules: pairs (logical axis, mesh axes), or the name of a preset; they come before the default
+            table, which None uses alone.
+        dtype: dtype of activations and products.
+        weights_dtype: dtype that parameters are made and stored in.
+        remat_policy: `none`, `minimal` (keep products with weights) or `full` (keep only each block's inputs).
+        scan_layers: stack equal transformer blocks and scan over them.
+        precision: of float32 products: `default`, `high`, `highest`, or None for the backend's own.
+        quantization: not available yet, refused by name.
+        use_qwix_quantization: not available yet, refused by name.
+
+    Raises:
+        UsageError: at construction, for a value that cannot work.
+    """
+
+    mesh: Mesh | None = None
+    attention_kernel: str = "dot_product"
+    flash_min_seq_length: int = 4096
+    flash_block_sizes: BlockSizes | None = None
+    logical_axis_rules: LogicalAxisRules | str | None = None
+    dtype: Any = jnp.float32
+    weights_dtype: Any = jnp.float32
+    remat_policy: str = "none"
+    scan_layers: bool = False
+    precision: str | jax.lax.Precision | None = None
+    quantization: str | None = None
+    use_qwix_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (field.name for field in fields(self) if field.name not in ("parent", "name")):
+            object.__setattr__(self, name, _frozen(getattr(self, name)))
+        object.__setattr__(self, "_runtime", _fold(self))
+        self.validate()
+        super().__post_init__()
+
+    def validate(self) -> None:
+        """Checks what the model is, at construction.
+
+        Raises:
+            UsageError: the model's own keywords do not fit together.
+        """
+
+    @property
+    def runtime(self) -> Runtime:
+        """How the model runs: what every layer receives."""
+        return object.__getattribute__(self, "_runtime")
+
+    @property
+    def layout(self) -> Layout:
+        """Where every array lives."""
+        return self.runtime.layout
+
+    def dummy_inputs(self) -> dict[str, Tree]:
+        """Keyword arguments of the smallest call that makes every parameter, as `jax.ShapeDtypeStruct`s."""
+        raise NotImplementedError
+
+    def abstract_params(self) -> tuple[Tree, Tree]:
+        """Shapes and logical names of the parameters; nothing is allocated and no device is needed.
+
+        Returns:
+            A tree of `jax.ShapeDtypeStruct` and one of the same form with a tuple of names for each parameter.
+        """
+        boxed = jax.eval_shape(self._init, jax.ShapeDtypeStruct((2,), jnp.uint32))
+
+        def is_box(leaf: object) -> bool:
+            return isinstance(leaf, nn.LogicallyPartitioned)
+
+        names = jax.tree.map(lambda box: box.names, boxed, is_leaf=is_box)
+        return nn.unbox(boxed), names
+
+    def init_weights(self, rng: Array) -> Tree:
+        """Random parameters, already sharded on the mesh by the rules.
+
+        Each device makes its own share and nothing else; the values depend on `rng` alone, not on the mesh.
+
+        Args:
+            rng: a key of `jax.random.key` or `jax.random.PRNGKey`.
+
+        Returns:
+            A plain tree of arrays in `weights_dtype`, for `model.apply({"params": params}, ...)`.
+        """
+        if self.layout.mesh is not None:
+            rng = jax.device_put(rng, NamedSharding(self.layout.mesh, PartitionSpec()))
+        return self.init_function()(rng)
+
+    def init_function(self) -> Any:
+        """The jitted function from a key to sharded parameters that `init_weights` runs, for tools to lower."""
+        shapes, names = self.abstract_params()
+        shardings = None if self.layout.mesh is None else self.layout.shardings(shapes, names)
+        return jax.jit(lambda rng: nn.unbox(self._init(weights_key(rng))), out_shardings=shardings)
+
+    def _init(self, rng: Array) -> Tree:
+        inputs = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.dummy_inputs())
+        return self.init(rng, **inputs)["params"]
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as tuples, at any depth: a model is hashable."""
+    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _fold(model: DiffusionModel) -> Runtime:
+    """The flat keywords as one value.
+
+    Raises:
+        UsageError: a keyword's value cannot work.
+    """
+    quant = QuantSpec(mode=model.quantization)
+    if model.use_qwix_quantization:
+        raise UsageError(
+            "use_qwix_quantization=True is not available yet: leave `quantization` and `use_qwix_quantization` out "
+            "(nothing would be quantised)"
+        )
+    if not (model.flash_block_sizes is None or isinstance(model.flash_block_sizes, BlockSizes)):
+        raise UsageError(
+            f"flash_block_sizes={model.flash_block_sizes!r}: write BlockSizes(block_q=128, block_k=128) "
+            "from maxdiffusion.common_types, or leave it out"
+        )
+    attention = AttentionSpec(
+        kernel=model.attention_kernel,  # pyright: ignore[reportArgumentType]  the spec checks the name
+        flash_min_seq_length=model.flash_min_seq_length,
+        block_sizes=model.flash_block_sizes,
+    )
+    if attention.kernel == "flash" and model.mesh is None:
+        raise UsageError(
+            'attention_kernel="flash" needs a mesh: give mesh=Mesh(np.array(jax.devices()), ("data",)), '
+            'or use attention_kernel="dot_product"'
+        )
+    return Runtime(
+        layout=Layout.of(model.mesh, model.logical_axis_rules),
+        dtype=float_dtype(model.dtype, "dtype"),
+        weights_dtype=float_dtype(model.weights_dtype, "weights_dtype"),
+        precision=_precision(model.precision),
+        attention=attention,
+        remat=RematSpec(policy=model.remat_policy),  # pyright: ignore[reportArgumentType]  the spec checks the name
+        quant=quant,
+        scan_layers=model.scan_layers,
+    )

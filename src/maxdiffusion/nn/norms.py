@@ -1,0 +1,71 @@
+"""Normalisations: statistics, scale and bias in float32, one cast at the end."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from maxdiffusion.errors import UsageError
+from maxdiffusion.nn.parameters import lead_axes, ones, parameter, zeros
+from maxdiffusion.runtime import Runtime
+
+
+def _standardise(x: Float[Array, "..."], axes: tuple[int, ...], epsilon: float) -> Float[Array, "..."]:
+    """Mean 0 and variance 1 over `axes`, in two passes: the difference of squares loses digits."""
+    centred = x - jnp.mean(x, axes, keepdims=True)
+    return centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axes, keepdims=True) + epsilon)
+
+
+class _Affine(nn.Module, kw_only=True):
+    """What the norms share: `scale` and `bias` over the last dimension.
+
+    Attributes:
+        runtime: how the model runs.
+        epsilon: added to the variance.
+    """
+
+    runtime: Runtime
+    epsilon: float = 1e-5
+
+    def affine(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        def vector(name: str) -> Array:
+            init = ones if name == "scale" else zeros
+            value = parameter(self, name, init, x.shape[-1:], ("norm",), self.runtime, dtype=jnp.float32)
+            return lead_axes(value, x.ndim)
+
+        return (x * vector("scale") + vector("bias")).astype(self.runtime.dtype)
+
+
+class LayerNorm(_Affine, kw_only=True):
+    """Normalises the last dimension (Ba et al. 2016)."""
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        return self.affine(_standardise(x.astype(jnp.float32), (x.ndim - 1,), self.epsilon))
+
+
+class GroupNorm(_Affine, kw_only=True):
+    """Normalises groups of neighbouring channels over every position of an example (Wu and He 2018).
+
+    Attributes:
+        num_groups: number of groups; divides the channels.
+
+    Raises:
+        UsageError: the channels do not divide into the groups.
+    """
+
+    num_groups: int
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "batch *positions channels"]) -> Float[Array, "batch *positions channels"]:
+        channels = x.shape[-1]
+        if channels % self.num_groups:
+            raise UsageError(
+                f"norm_num_groups={self.num_groups} does not divide {channels} channels: "
+                "choose a divisor of every entry of block_out_channels"
+            )
+        grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], self.num_groups, channels // self.num_groups)
+        axes = (*range(1, x.ndim - 1), x.ndim)
+        return self.affine(_standardise(grouped, axes, self.epsilon).reshape(x.shape))

@@ -1,0 +1,111 @@
+"""Blocks and stacks of equal blocks: unrolled or scanned, rematerialised or not, always the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxdiffusion.runtime import Runtime
+
+Block = TypeVar("Block", bound=nn.Module)
+
+
+def _keeps_products(primitive: Any, *args: Any, **params: Any) -> Any:
+    """Policy `minimal`: keep convolutions and products with weights; recompute scores, norms and activations."""
+    if primitive is jax.lax.conv_general_dilated_p:
+        return True
+    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
+
+
+_POLICIES = {"minimal": _keeps_products, "full": None}
+
+
+def remat(block: type[Block], runtime: Runtime, *, scanned: bool = False) -> type[Block]:
+    """`block` with what `runtime.remat` says about its backward pass; parameters and numbers stay the same.
+
+    Args:
+        block: class of a layer; its call takes arrays and None only.
+        runtime: how the model runs.
+        scanned: the block is the body of a scan, which needs no barrier against common subexpressions.
+    """
+    if runtime.remat.policy == "none":
+        return block
+    return nn.remat(block, policy=_POLICIES[runtime.remat.policy], prevent_cse=not scanned)
+
+
+def apply_stack(
+    block: type[nn.Module],
+    x: Array,
+    *inputs: Any,
+    num_layers: int,
+    name: str,
+    runtime: Runtime,
+    attributes: Mapping[str, Any],
+) -> Array:
+    """Folds `x` through `num_layers` equal blocks, inside a compact method.
+
+    Unrolled, the parameters lie in `{name}_0`, `{name}_1`, ...; scanned, in `{name}`, each with a leading dimension
+    `layers`. `stack_params` and `unstack_params` map one to the other.
+
+    Args:
+        block: class whose call takes `(x, *inputs)` and returns the next `x`.
+        x: what the blocks hand on.
+        inputs: arrays (or None) that every block reads.
+        num_layers: number of blocks.
+        name: of the stack.
+        runtime: says whether to scan and what to rematerialise.
+        attributes: of every block.
+    """
+    if not runtime.scan_layers:
+        rematerialised = remat(block, runtime)
+        for index in range(num_layers):
+            x = rematerialised(**attributes, name=f"{name}_{index}")(x, *inputs)
+        return x
+
+    def body(layer: Any, carry: Array, _: None) -> tuple[Array, None]:
+        return layer(carry, *inputs), None
+
+    scan = nn.scan(
+        body,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        length=num_layers,
+        metadata_params={nn.PARTITION_NAME: "layers"},
+    )
+    x, _ = scan(remat(block, runtime, scanned=True)(**attributes, name=name), x, None)
+    return x
+
+
+def stack_params(params: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The parameters of a scanned model from those of an unrolled one.
+
+    Args:
+        params: a tree that holds `{name}_0`, `{name}_1`, ... at any depth.
+        name: of the stack.
+    """
+    out: dict[str, Any] = {}
+    prefix = f"{name}_"
+    layers = sorted((key for key in params if key.startswith(prefix)), key=lambda key: int(key.removeprefix(prefix)))
+    if layers:
+        out[name] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(params[key] for key in layers))
+    for key, value in params.items():
+        if key not in layers:
+            out[key] = stack_params(value, name) if isinstance(value, Mapping) else value
+    return out
+
+
+def unstack_params(params: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The parameters of an unrolled model from those of a scanned one; inverse of `stack_params`."""
+    out: dict[str, Any] = {}
+    for key, value in params.items():
+        if key == name:
+            for index in range(jax.tree.leaves(value)[0].shape[0]):
+                out[f"{name}_{index}"] = jax.tree.map(lambda leaf, i=index: leaf[i], value)
+        else:
+            out[key] = unstack_params(value, name) if isinstance(value, Mapping) else value
+    return out
