@@ -1,0 +1,50 @@
+"""Every Python block of the README and the docs runs, top to bottom, on eight virtual devices.
+
+A fence `python raises X` must raise X; a fence of any other language is not run.
+"""
+
+from __future__ import annotations
+
+import builtins
+import re
+from pathlib import Path
+
+import pytest
+
+from maxdiffusion import errors
+from maxdiffusion.parallel.rules import LOGICAL_AXES
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+_FENCE = re.compile(r"^```python([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def _blocks(page: Path) -> list[tuple[int, str, str]]:
+    text = page.read_text()
+    return [(text[: m.start()].count("\n") + 2, m.group(1).strip(), m.group(2)) for m in _FENCE.finditer(text)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page)], ids=lambda page: page.name)
+def test_python_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scope: dict = {"__name__": "snippet"}
+    for line, info, code in _blocks(page):
+        program = compile("\n" * (line - 1) + code, str(page), "exec")
+        if not info:
+            exec(program, scope)
+            continue
+        kind, _, name = info.partition(" ")
+        assert kind == "raises", f"{page.name}:{line}: unknown fence 'python {info}'"
+        expected = getattr(errors, name, None) or getattr(builtins, name)
+        with pytest.raises(expected):
+            exec(program, scope)
+
+
+def test_the_table_of_logical_axes_is_the_code_s():
+    text = (ROOT / "docs" / "parallelism.md").read_text()
+    for name, meaning in LOGICAL_AXES.items():
+        assert f"| `{name}` | {meaning} |" in text
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150

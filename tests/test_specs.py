@@ -1,0 +1,36 @@
+"""Specs refuse what cannot work, with the nearest valid name (meshes: see parallel/test_mesh.py)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from maxdiffusion.errors import UsageError, nearest
+from maxdiffusion.specs import AttentionSpec, QuantSpec, RematSpec
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AttentionSpec(kernel="flsh"), "did you mean 'flash'"),  # type: ignore[arg-type]
+        (lambda: AttentionSpec(flash_min_seq_length=-1), "0 or more"),
+        (lambda: RematSpec(policy="ful"), "did you mean 'full'"),  # type: ignore[arg-type]
+        (lambda: QuantSpec(mode="int8"), "quantization='int8' is not available yet"),
+    ],
+)
+def test_wrong_values_are_refused(make, message):
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+def test_nearest_names_or_lists():
+    assert nearest("tenser", ["tensor", "data"]) == "did you mean 'tensor'?"
+    assert nearest("zzz", ["tensor", "data"]) == "valid: data, tensor"
+
+
+def test_import_starts_no_backend_and_no_jax():
+    code = "import sys, maxdiffusion, maxdiffusion.specs; print('jax' in sys.modules, 'torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["False", "False"]
