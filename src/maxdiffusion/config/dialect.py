@@ -25,6 +25,13 @@ class _Dumper(yaml.SafeDumper):
     """Writes what `_Loader` reads back as the same values."""
 
 
+def _text(dumper: _Dumper, text: str) -> yaml.Node:
+    """Texts with rare line breaks are escaped: PyYAML writes these wrongly when it does not quote them."""
+    style = '"' if any(mark in text for mark in "\x85\u2028\u2029\ufeff") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
 _Loader.yaml_implicit_resolvers = {}
 _Dumper.yaml_implicit_resolvers = {}
 for _name, _pattern in _TAGS.items():
@@ -58,8 +65,8 @@ def parse(text: str, origin: str) -> Any:
     Raises:
         UsageError: the text is not YAML, or a key is given twice in one mapping.
     """
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         return None if node is None else _value(loader, node, origin)
     except yaml.MarkedYAMLError as error:
@@ -68,8 +75,6 @@ def parse(text: str, origin: str) -> Any:
         raise UsageError(f"{where}: this is not valid YAML: {error.problem or error.context}") from error
     except yaml.YAMLError as error:
         raise UsageError(f"{origin}: this is not valid YAML: {str(error).splitlines()[0]}") from error
-    finally:
-        loader.dispose()
 
 
 def dump(values: dict[str, Any]) -> str:

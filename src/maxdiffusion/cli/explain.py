@@ -1,0 +1,78 @@
+"""`maxdiffusion explain`: where every parameter of a model would live on a mesh, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from maxdiffusion.cli.options import Json
+
+if TYPE_CHECKING:
+    from maxdiffusion.parallel.layout import Report, Row
+
+LARGEST = 20
+"""Rows shown without `--all`, besides those that are not laid out as the rules wish."""
+
+
+def explain(
+    model: Annotated[str, typer.Option("--model", metavar="NAME", help="Name of the model, such as sdxl.")],
+    mesh: Annotated[
+        str, typer.Option("--mesh", metavar="SIZES", help="Devices on each mesh axis, such as fsdp=8; none are needed.")
+    ],
+    rules: Annotated[
+        str | None, typer.Option("--rules", metavar="PRESET", help="dp, fsdp, tp, fsdp_tp, hsdp or context.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse a layout that is not as the rules wish.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Show every parameter.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show where each parameter lives on a mesh, its bytes on each device, and why any is not sharded.
+
+    Makes no weights and needs no devices.
+    """
+    from typing import get_args
+
+    from maxdiffusion.cli import output
+    from maxdiffusion.config.schema import ModelName, RulePreset
+    from maxdiffusion.errors import UsageError, nearest
+    from maxdiffusion.specs import MeshSpec
+
+    for option, value, valid in (("--model", model, ModelName), ("--rules", rules, RulePreset)):
+        if value is not None and value not in get_args(valid):
+            raise UsageError(f"{option} {value} is unknown: {nearest(value, get_args(valid))}")
+    spec = MeshSpec.parse(mesh)
+    from maxdiffusion.tools.explain import explain as run
+
+    with output.reserved():
+        report = run(model, mesh=spec, rules=rules, strict=strict)
+    if as_json:
+        totals = {
+            name: getattr(report, name) for name in ("parameters", "bytes", "bytes_per_device", "share_per_device")
+        }
+        output.show_json({"model": model, "mesh": str(spec), **totals, "rows": report.rows})
+        return
+    rows = report.rows if every else _telling(report)
+    output.show_table(["parameter", "shape", "logical names", "spec", "MB per device", "why"], map(_cells, rows))
+    if len(rows) < len(report.rows):
+        typer.echo(
+            f"{len(rows)} of {len(report.rows)} parameters shown: the largest, and all with a reason; --all shows all"
+        )
+    typer.echo(
+        f"{model} on {spec}: {report.parameters:,} parameters, {report.bytes / 1e6:,.1f} MB, "
+        f"{report.bytes_per_device / 1e6:,.1f} MB on each device ({report.share_per_device:.1%})"
+    )
+
+
+def _telling(report: Report) -> list[Row]:
+    """The rows with a reason, and the largest, in the order of the report."""
+    largest = sorted(report.rows, key=lambda row: row.bytes_per_device, reverse=True)[:LARGEST]
+    shown = {row.parameter for row in largest}
+    return [row for row in report.rows if row.why or row.parameter in shown]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    spec = ", ".join("+".join(axes) or "-" for axes in row.spec)
+    shape = " x ".join(map(str, row.shape))
+    names = ", ".join(name or "-" for name in row.names)
+    return row.parameter, shape, names, spec, f"{row.bytes_per_device / 1e6:.3f}", row.why

@@ -1,0 +1,44 @@
+"""`maxdiffusion generate`: pictures for a prompt from a trained run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from maxdiffusion.cli.options import Json, Mesh, VirtualDevices
+
+
+def generate(  # noqa: PLR0913  (an argument is an option of the command line)
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help='What to see, such as "a red apple, flat style".')],
+    run: Annotated[Path, typer.Option("--from", metavar="RUN", help="Folder that `train` wrote, such as runs/NAME.")],
+    seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed makes the same pictures.")] = 0,
+    num: Annotated[int, typer.Option("-n", "--num", min=1, help="Number of pictures.")] = 1,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to write them.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Steps of the solver.")] = None,
+    guidance_scale: Annotated[
+        float | None, typer.Option("--guidance-scale", help="How closely to follow the prompt; 1 is no guidance.")
+    ] = None,
+    solver: Annotated[str | None, typer.Option("--solver", help="Name of the solver, such as euler.")] = None,
+    mesh: Mesh = None,
+    virtual_devices: VirtualDevices = None,
+    as_json: Json = False,
+) -> None:
+    """Make pictures with a trained model: PNG files that carry their prompt, seed and versions.
+
+    The mesh is not that of the training: without --mesh every device there is takes its share of the pictures.
+    """
+    from maxdiffusion.cli import devices, output
+    from maxdiffusion.config.load import load_run
+
+    words = [f"mesh={mesh or 'null'}", f"virtual_devices={virtual_devices or 'null'}"]
+    changes = {"steps": steps, "guidance_scale": guidance_scale, "solver": solver}
+    words += [f"sample.{name}={value}" for name, value in changes.items() if value is not None]
+    recipe = load_run(run, words).recipe
+    devices.make_virtual_devices(recipe.virtual_devices)
+    from maxdiffusion.pipelines.generate import generate_from_run
+
+    with output.reserved(), devices.mesh_cure(recipe.mesh_spec):
+        result = generate_from_run(run, prompt, recipe=recipe, seed=seed, num_images=num, out=out)
+    output.show_result(result, as_json=as_json)

@@ -1,0 +1,81 @@
+"""`maxdiffusion VERB ...`: the verbs, and how errors leave the program (0 ok, 1 a check failed, 2 wrong usage)."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from maxdiffusion import __version__
+from maxdiffusion.cli.evaluate import evaluate
+from maxdiffusion.cli.explain import explain
+from maxdiffusion.cli.generate import generate
+from maxdiffusion.cli.recipes import recipes
+from maxdiffusion.cli.train import train
+from maxdiffusion.errors import MaxDiffusionWarning, UsageError
+
+WRONG_USAGE = 2
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="maxdiffusion",
+    help="Train diffusion models in JAX on any mesh of devices, and make pictures with them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _verb in (train, generate, evaluate, explain, recipes):
+    app.command()(_verb)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"maxdiffusion {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and stop.")
+    ] = False,
+) -> None:
+    """Options before the verb."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status.
+
+    Args:
+        args: the words after the program's name; None takes those of this process.
+    """
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    logging.getLogger("maxdiffusion").setLevel(logging.INFO)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _say_warning
+            return app(args=args, prog_name="maxdiffusion", standalone_mode=False) or 0
+    except UsageError as error:
+        return _refuse(str(error))
+    except typer.TyperException as error:
+        return _refuse(error.format_message())
+    except (typer.Abort, KeyboardInterrupt):
+        typer.echo("interrupted", err=True)
+        return INTERRUPTED
+
+
+def _say_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
+    """Our warnings are for the user, one line each; others keep the place that they come from."""
+    place = "" if issubclass(category, MaxDiffusionWarning) else f"{filename}:{lineno}: {category.__name__}: "
+    typer.echo(f"warning: {place}{message}", err=True)
+
+
+def _refuse(message: str) -> int:
+    for line in message.splitlines():
+        typer.echo(f"error: {line}", err=True)
+    return WRONG_USAGE

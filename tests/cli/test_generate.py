@@ -1,0 +1,48 @@
+"""`generate` checks the run and its own options before it loads anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from maxdiffusion.cli.main import main
+from maxdiffusion.config import show
+from maxdiffusion.config.load import RUN_RECIPE, load_recipe
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "pictures-demo"
+    folder.mkdir()
+    (folder / RUN_RECIPE).write_text(show.as_yaml(load_recipe("pictures-demo").recipe), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (["--solver", "eulr"], "sample.solver='eulr' (command line): did you mean 'euler'?"),
+        (["--steps", "0"], "sample.steps=0 (command line): write a whole number, 1 or more"),
+        (["--guidance-scale", "-1"], "sample.guidance_scale=-1.0 (command line): write a number, 0 or more"),
+        (["--mesh", "dtaa=2"], "mesh.dtaa (command line) is unknown: did you mean 'mesh.data'?"),
+        (["--mesh", "data"], "mesh=data (command line): mesh 'data' is not AXIS=SIZE"),
+        (["-n", "0"], "Invalid value for '-n'"),
+        (["--seed", "-1"], "Invalid value for '--seed'"),
+    ],
+)
+def test_a_wrong_option_is_one_line(
+    words: list[str], cause: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "a red apple", "--from", str(run), *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"error: {cause}")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_missing_run_gets_the_nearest_name(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "x", "--from", str(run.parent / "pictures-dem")]) == 2
+    assert "did you mean 'pictures-demo'?" in capsys.readouterr().err
+    assert main(["generate", "x"]) == 2
+    assert "Missing option '--from'" in capsys.readouterr().err
