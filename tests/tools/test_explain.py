@@ -1,0 +1,50 @@
+"""Share of the parameter bytes that each device stores, for the full-size models; nothing is allocated."""
+
+from __future__ import annotations
+
+import pytest
+
+from maxdiffusion.errors import RuleError, UsageError
+from maxdiffusion.models.registry import lookup
+from maxdiffusion.parallel.layout import Layout
+from maxdiffusion.parallel.mesh import abstract_mesh
+from maxdiffusion.specs import MeshSpec
+from maxdiffusion.tools.explain import explain
+
+
+@pytest.fixture(scope="module", params=["sdxl", "sd15"])
+def model(request):
+    return request.param, lookup(request.param).build().abstract_params()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "most"),
+    [("fsdp=8", {"sdxl": 0.130, "sd15": 0.135}), ("tensor=8", {"sdxl": 0.20, "sd15": 0.22})],
+)
+def test_share_per_device(model, mesh, most):
+    name, tree = model
+    report = Layout.of(abstract_mesh(MeshSpec.parse(mesh))).report(*tree)
+    assert 1 / 8 <= report.share_per_device <= most[name]
+    assert report.bytes == 4 * report.parameters
+
+
+def test_heads_are_never_cut(model):
+    _, tree = model
+    report = Layout.of(abstract_mesh(MeshSpec.parse("tensor=8"))).report(*tree)
+    for row in report.rows:
+        for name, size, axes in zip(row.names, row.shape, row.spec, strict=True):
+            assert name != "kv" or not axes
+            assert name != "heads" or not axes or size % 8 == 0
+
+
+def test_explain_is_the_report_of_the_registry_model():
+    report = explain("sd15", mesh=MeshSpec.parse("fsdp=4,tensor=2"), rules="fsdp_tp")
+    assert report.parameters == 859_520_964
+    assert report.share_per_device < 0.135
+
+
+def test_wrong_names_and_strict():
+    with pytest.raises(UsageError, match="did you mean 'sdxl'"):
+        explain("sdlx", mesh=MeshSpec.parse("fsdp=8"))
+    with pytest.raises(RuleError, match="conv_in"):
+        explain("sd15", mesh=MeshSpec.parse("fsdp=8"), strict=True)
