@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from maxdiffusion.cli.explain import LARGEST, _cells, _telling
@@ -25,6 +27,16 @@ def test_a_wrong_option_is_one_line(words: list[str], line: str, capsys: pytest.
     assert out == ""
     assert err.startswith(line)
     assert len(err.splitlines()) == 1
+
+
+def test_json_holds_totals_and_every_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--model", "sd15", "--mesh", "fsdp=8", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 1
+    found = json.loads(out)
+    assert (found["model"], found["mesh"], found["parameters"]) == ("sd15", "fsdp=8", 859_520_964)
+    assert sum(row["bytes"] for row in found["rows"]) == found["bytes"] == 4 * found["parameters"]
+    assert found["share_per_device"] <= 0.135  # ideal 0.125
 
 
 def _row(index: int, why: str = "") -> Row:

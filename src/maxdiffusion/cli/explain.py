@@ -46,11 +46,13 @@ def explain(
 
     with output.reserved():
         report = run(model, mesh=spec, rules=rules, strict=strict)
+    shape = {axis: size for axis, size in spec.shape().items() if size > 1}
+    sizes = ",".join(f"{axis}={size}" for axis, size in shape.items()) or "data=1"
     if as_json:
         totals = {
             name: getattr(report, name) for name in ("parameters", "bytes", "bytes_per_device", "share_per_device")
         }
-        output.show_json({"model": model, "mesh": str(spec), **totals, "rows": report.rows})
+        output.show_json({"model": model, "mesh": sizes, **totals, "rows": report.rows})
         return
     rows = report.rows if every else _telling(report)
     output.show_table(["parameter", "shape", "logical names", "spec", "MB per device", "why"], map(_cells, rows))
@@ -59,7 +61,7 @@ def explain(
             f"{len(rows)} of {len(report.rows)} parameters shown: the largest, and all with a reason; --all shows all"
         )
     typer.echo(
-        f"{model} on {spec}: {report.parameters:,} parameters, {report.bytes / 1e6:,.1f} MB, "
+        f"{model} on {sizes}: {report.parameters:,} parameters, {report.bytes / 1e6:,.1f} MB, "
         f"{report.bytes_per_device / 1e6:,.1f} MB on each device ({report.share_per_device:.1%})"
     )
 
