@@ -82,7 +82,7 @@ def test_the_mesh_is_written_whole_or_axis_by_axis(words: list[str], spec: MeshS
 
 def test_values_of_the_command_line_are_yaml() -> None:
     words = [
-        "data.styles=[colour, flat]",
+        "data.styles=[fluent, flat]",
         'sample.prompts=["a cat, flat style", b]',
         "train.grad_clip=null",
         "model_config.channels=[64, 128]",
@@ -93,7 +93,7 @@ def test_values_of_the_command_line_are_yaml() -> None:
         "strict=true",
     ]
     recipe = load_recipe("pictures", words).recipe
-    assert recipe.data.styles == ("colour", "flat")
+    assert recipe.data.styles == ("fluent", "flat")
     assert recipe.sample.prompts == ("a cat, flat style", "b")
     assert recipe.train.grad_clip is None
     assert recipe.model_config == {"channels": (64, 128)}
