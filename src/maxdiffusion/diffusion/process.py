@@ -67,7 +67,11 @@ class Process(ABC):
 
     @abstractmethod
     def alpha_sigma(self, t: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
-        """(alpha, sigma) at the times `t`, on the device in float32; times beyond the ends count as the ends."""
+        """(alpha, sigma) at the times `t`, on the device in float32; times beyond the ends count as the ends.
+
+        Raises:
+            UsageError: times in half precision, which merges neighbours (999 becomes 1000).
+        """
 
     @abstractmethod
     def timestep(self, t: Times) -> Times:
@@ -98,7 +102,7 @@ class Process(ABC):
         Returns:
             The shape and dtype of `x0`.
         """
-        alpha, sigma = self.alpha_sigma(jnp.asarray(t, jnp.float32))
+        alpha, sigma = self.alpha_sigma(jnp.asarray(t))
         mixed = over_batch(alpha, x0) * x0.astype(jnp.float32) + over_batch(sigma, x0) * noise.astype(jnp.float32)
         return mixed.astype(x0.dtype)
 
@@ -174,7 +178,7 @@ class VariancePreserving(Process):
         return np.interp(np.arctan(ratio), np.arctan2(sigma, alpha), np.arange(-1.0, self.num_steps))
 
     def alpha_sigma(self, t: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
-        position = jnp.clip(t.astype(jnp.float32) + 1, 0, self.num_steps)
+        position = jnp.clip(_device_times(t) + 1, 0, self.num_steps)
         index = jnp.floor(position)
         row = index.astype(jnp.int32)
         alpha, sigma, turn = (jnp.asarray(table, jnp.float32)[row] for table in _tables(self))
@@ -234,7 +238,7 @@ class FlowMatching(Process):
         return 1 - 1 / (1 + np.asarray(ratio, np.float64))
 
     def alpha_sigma(self, t: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
-        t = jnp.clip(t.astype(jnp.float32), 0, 1)
+        t = jnp.clip(_device_times(t), 0, 1)
         return 1 - t, t
 
     def timestep(self, t: Times) -> Times:
@@ -252,6 +256,12 @@ def _checked_times(process: Process, t: np.ndarray) -> np.ndarray:
             f"{process.t_data:g} (data) .. {process.t_prior:g} (prior)"
         )
     return t
+
+
+def _device_times(t: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    if jnp.issubdtype(t.dtype, jnp.floating) and jnp.finfo(t.dtype).bits < 32:
+        raise UsageError(f"times in {t.dtype} merge neighbours: keep times in float32, whatever the dtype of the data")
+    return t.astype(jnp.float32)
 
 
 def _betas(process: VariancePreserving) -> np.ndarray:
