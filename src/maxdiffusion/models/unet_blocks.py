@@ -90,7 +90,8 @@ class TransformerBlock(nn.Module, kw_only=True):
             return Attention(num_heads=self.config.num_heads, runtime=runtime, name=name)
 
         normed = LayerNorm(runtime=runtime, name="norm1")(x)
-        x = x + (attend("attn1")(normed, text, mask) if self.config.only_cross else attend("attn1")(normed))
+        # The original masks only the second attention, even where the first one reads the text too.
+        x = x + attend("attn1")(normed, text if self.config.only_cross else None)
         x = x + attend("attn2")(LayerNorm(runtime=runtime, name="norm2")(x), text, mask)
         return x + FeedForward(runtime=runtime, name="ff")(LayerNorm(runtime=runtime, name="norm3")(x))
 

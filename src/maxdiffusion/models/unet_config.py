@@ -77,7 +77,8 @@ class UNetKeywords:
         center_input_sample: the input is in [0, 1] and is mapped to [-1, 1].
         flip_sin_to_cos, freq_shift: form of the timestep sinusoids.
         down_block_types, mid_block_type, up_block_types: `CrossAttn...` levels have attention, others do not.
-        only_cross_attention: the first attention of a block reads the text too; one value, or one a level.
+        only_cross_attention: the first attention of a block reads the text too; one value, or one a level (never
+            the middle).
         block_out_channels: channels of each level.
         layers_per_block: residual blocks of each level on the way down (one more on the way up).
         act_fn: name of the activation.
@@ -102,7 +103,7 @@ class UNetKeywords:
         resnet_time_scale_shift: `default` (added) or `scale_shift`.
         time_embedding_dim: width of the time embedding; None for four times the first level.
         conv_in_kernel, conv_out_kernel: sizes of the outer convolutions.
-        mid_block_only_cross_attention: None, or the value of `only_cross_attention`.
+        mid_block_only_cross_attention: not supported; the middle reads the picture and the text.
         attention_type ... timestep_post_act: see `NEUTRAL`.
 
     Raises:
@@ -213,7 +214,7 @@ class UNetKeywords:
             num_resnets=num_resnets,
             num_heads=self._heads()[level],
             num_transformers=depth if "CrossAttn" in kind else 0,
-            only_cross=self._each_level("only_cross_attention")[level],
+            only_cross=kind in (*DOWN_BLOCKS, *UP_BLOCKS) and self._each_level("only_cross_attention")[level],
             num_groups=self.norm_num_groups,
             epsilon=self.norm_eps,
             act_fn=self.act_fn,
@@ -261,11 +262,8 @@ class UNetKeywords:
             for value in values:
                 if value is not None and value not in options:
                     raise UsageError(f"{name}: '{value}' is not supported: {nearest(value, options)}")
-        if self.mid_block_only_cross_attention not in (None, self._each_level("only_cross_attention")[-1]):
-            raise UsageError(
-                f"mid_block_only_cross_attention={self.mid_block_only_cross_attention} differs from the last level's "
-                "only_cross_attention, which is not supported: leave it out"
-            )
+        if self.mid_block_only_cross_attention:
+            raise UsageError("mid_block_only_cross_attention=True is not supported: leave it out")
 
     def _check_levels(self) -> None:
         for name in ("down_block_types", "up_block_types", "layers_per_block", "transformer_layers_per_block"):

@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array
 
 from maxdiffusion.common_types import BlockSizes, LogicalAxisRules
 from maxdiffusion.errors import UsageError, nearest
-from maxdiffusion.nn.random_bits import weights_key
+from maxdiffusion.nn.parameters import initial_values, parameter_names
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.runtime import Runtime
 from maxdiffusion.specs import AttentionSpec, QuantSpec, RematSpec
@@ -124,13 +124,8 @@ class DiffusionModel(nn.Module, kw_only=True):
         Returns:
             A tree of `jax.ShapeDtypeStruct` and one of the same form with a tuple of names for each parameter.
         """
-        boxed = jax.eval_shape(self._init, jax.ShapeDtypeStruct((2,), jnp.uint32))
-
-        def is_box(leaf: object) -> bool:
-            return isinstance(leaf, nn.LogicallyPartitioned)
-
-        names = jax.tree.map(lambda box: box.names, boxed, is_leaf=is_box)
-        return nn.unbox(boxed), names
+        boxed = self._boxed()
+        return nn.unbox(boxed), parameter_names(boxed)
 
     def init_weights(self, rng: Array) -> Tree:
         """Random parameters, already sharded on the mesh by the rules.
@@ -143,19 +138,15 @@ class DiffusionModel(nn.Module, kw_only=True):
         Returns:
             A plain tree of arrays in `weights_dtype`, for `model.apply({"params": params}, ...)`.
         """
-        if self.layout.mesh is not None:
-            rng = jax.device_put(rng, NamedSharding(self.layout.mesh, PartitionSpec()))
-        return self.init_function()(rng)
+        return initial_values(self._boxed(), rng, self.layout)
 
-    def init_function(self) -> Any:
-        """The jitted function from a key to sharded parameters that `init_weights` runs, for tools to lower."""
-        shapes, names = self.abstract_params()
-        shardings = None if self.layout.mesh is None else self.layout.shardings(shapes, names)
-        return jax.jit(lambda rng: nn.unbox(self._init(weights_key(rng))), out_shardings=shardings)
-
-    def _init(self, rng: Array) -> Tree:
+    def _boxed(self) -> Tree:
+        """Boxed shapes; from a copy that knows no mesh, since the dummy batch of one divides by none."""
+        single = self.clone(
+            parent=None, mesh=None, logical_axis_rules=None, attention_kernel="dot_product", remat_policy="none"
+        )
         inputs = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.dummy_inputs())
-        return self.init(rng, **inputs)["params"]
+        return jax.eval_shape(lambda: single.init(jax.random.key(0), **inputs)["params"])
 
 
 def _frozen(value: Any) -> Any:

@@ -2,44 +2,75 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from maxdiffusion.nn.random_bits import weights_key
+from maxdiffusion.parallel.layout import Layout, path_name
 from maxdiffusion.runtime import Runtime
 
-Initializer: TypeAlias = Callable[..., Array]
-"""`(key, shape, dtype) -> array`."""
+
+class Initializer(Protocol):
+    """Makes the initial values of a parameter, each element on its own (a stack of layers is drawn at once).
+
+    Hashable: parameters of equal shape and initializer share one compiled function.
+    """
+
+    def __call__(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        """An array of this shape and dtype."""
+        ...
+
+    def __hash__(self) -> int: ...
 
 
-def uniform(fan_in: int, gain: float = 1.0) -> Initializer:
-    """Uniform values of variance `gain**2 / fan_in` (LeCun et al. 1998), drawn in float32 and cast once.
+@dataclass(frozen=True)
+class Uniform:
+    """Uniform values in [-bound, bound), drawn in float32 and cast once.
 
     Uniform rather than normal: only products and sums make them, so that every mesh gives the same bits.
     """
-    bound = gain * math.sqrt(3.0 / fan_in)
 
-    def init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
+    bound: float
 
-    return init
-
-
-def zeros(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """An initializer of zeros."""
-    del key
-    return jnp.zeros(shape, dtype)
+    def __call__(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        return jax.random.uniform(key, shape, jnp.float32, -self.bound, self.bound).astype(dtype)
 
 
-def ones(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """An initializer of ones."""
-    del key
-    return jnp.ones(shape, dtype)
+@dataclass(frozen=True)
+class Constant:
+    """One value everywhere."""
+
+    value: float
+
+    def __call__(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        del key
+        return jnp.full(shape, self.value, dtype)
+
+
+def uniform(fan_in: int, gain: float = 1.0) -> Uniform:
+    """Uniform values of variance `gain**2 / fan_in` (LeCun et al. 1998)."""
+    return Uniform(gain * math.sqrt(3.0 / fan_in))
+
+
+zeros = Constant(0.0)
+ones = Constant(1.0)
+
+
+@struct.dataclass
+class Parameter(nn.LogicallyPartitioned):
+    """The box around a declared parameter: its logical names, and how its initial values are made."""
+
+    init: Any = struct.field(default=zeros, pytree_node=False)
 
 
 def parameter(
@@ -67,10 +98,61 @@ def parameter(
         dtype: of the result; None for `runtime.dtype`.
     """
     assert len(names) == len(shape), (name, names, shape)
-    value: Any = module.param(name, nn.with_logical_partitioning(init, names), shape, runtime.weights_dtype)
+
+    def boxed(key: Array) -> Parameter:
+        return Parameter(init(key, shape, runtime.weights_dtype), names, init=init)
+
+    value: Any = module.param(name, boxed)
     return runtime.layout.use(value.astype(dtype or runtime.dtype), *names)
 
 
 def lead_axes(value: Array, ndim: int) -> Array:
     """`value` with leading axes of size 1, so that it meets an array of `ndim` dimensions without rank promotion."""
     return value.reshape((1,) * (ndim - value.ndim) + value.shape)
+
+
+def initial_values(boxed: Any, rng: Array, layout: Layout) -> Any:
+    """Initial values of declared parameters, each made where the layout stores it.
+
+    The values depend on `rng` and on each parameter's path, shape and initializer, not on the mesh.
+
+    Args:
+        boxed: tree of `Parameter` boxes around shapes.
+        rng: a key of `jax.random.key` or `jax.random.PRNGKey`.
+        layout: where the parameters are stored.
+
+    Returns:
+        The tree of arrays; each device holds its own share and never more.
+    """
+    shapes, names = nn.unbox(boxed), parameter_names(boxed)
+    shardings = iter(jax.tree.leaves(layout.shardings(shapes, names), is_leaf=lambda leaf: leaf is None))
+    if layout.mesh is not None:
+        rng = jax.device_put(rng, NamedSharding(layout.mesh, PartitionSpec()))
+    key = weights_key(rng)
+
+    def make(path: Any, box: Parameter) -> Array:
+        digest = hashlib.sha256(path_name(path).encode()).digest()
+        shape, dtype = tuple(box.value.shape), box.value.dtype
+        words = [int.from_bytes(digest[start : start + 4], "little") for start in (0, 4)]
+        return drawing(box.init, shape, dtype, next(shardings))(key, jnp.asarray(words, jnp.uint32))
+
+    return jax.tree_util.tree_map_with_path(make, boxed, is_leaf=_is_box)
+
+
+@functools.lru_cache(maxsize=4096)
+def drawing(init: Initializer, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding | None) -> Any:
+    """The jitted function `(key, two words of the path) -> array` of one parameter, for `initial_values`."""
+
+    def draw(key: Array, words: Array) -> Array:
+        return init(jax.random.fold_in(jax.random.fold_in(key, words[0]), words[1]), shape, dtype)
+
+    return jax.jit(draw, out_shardings=sharding)
+
+
+def parameter_names(boxed: Any) -> Any:
+    """The tuple of logical names of each boxed parameter."""
+    return jax.tree.map(lambda box: box.names, boxed, is_leaf=_is_box)
+
+
+def _is_box(leaf: object) -> bool:
+    return isinstance(leaf, Parameter)

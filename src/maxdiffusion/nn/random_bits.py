@@ -26,9 +26,8 @@ def _mix(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
 
 def _derive(key: UInt32[Array, "2"], word: Any) -> UInt32[Array, "2"]:
     """The key that belongs to `word` under `key`."""
-    mixed = _mix(jnp.asarray(word).astype(jnp.uint32) * jnp.uint32(_GOLDEN) + key[0])
-    first = _mix(mixed ^ key[1])
-    return jnp.stack([first, _mix(first + mixed + jnp.uint32(_GOLDEN))])
+    mixed = _mix(key + jnp.asarray(word).astype(jnp.uint32).reshape(1) * jnp.uint32(_GOLDEN))
+    return _mix(mixed ^ key[::-1])
 
 
 def _seed(seed: Any) -> UInt32[Array, "2"]:
