@@ -22,6 +22,8 @@ from maxdiffusion.errors import UsageError, nearest
 Order = Literal["shuffled", "source"]
 Epochs = Literal["endless", "one"]
 
+ENDLESS_ROWS = 2**52  # at a million rows a second this ends after 142 years
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -165,8 +167,9 @@ def batches(
     if order == "shuffled":
         stream = stream.shuffle(seed=seed)
     stream = stream.repeat(None).map_with_index(lambda position, index: (position, int(index)))
-    if num_steps is not None:
-        stream = stream.slice(slice(0, num_steps * batch_size))
+    # Grain computes lengths in floating point, and the length of what repeats for ever overflows there: end it far off.
+    num_rows = (ENDLESS_ROWS // batch_size if num_steps is None else num_steps) * batch_size
+    stream = stream.slice(slice(0, num_rows))
     # Blocks of one host's size: number step * num_shards + shard_index is this host's part of the batch `step`.
     stream = stream.batch(per_host, batch_fn=collate).slice(slice(shard_index, None, num_shards))
     return Batches(stream, num_samples=num_samples, batch_size=batch_size, num_steps=num_steps)

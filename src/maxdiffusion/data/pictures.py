@@ -227,11 +227,11 @@ def _select_concepts(concepts: str | Sequence[str]) -> frozenset[str]:
 
 
 def _hint(name: str) -> str:
-    """The nearest names of concepts and lists: close spellings, else names that share a word."""
+    """The nearest names of concepts and lists: those spelt like it, and those that have it as a word."""
     options = [*_folded_names(), *concept_lists()]
     folded = _fold(name)
-    close = difflib.get_close_matches(folded, options, n=3, cutoff=0.7)
-    close = close or [option for option in options if set(folded.split()) & set(option.split())][:5]
+    close = difflib.get_close_matches(folded, options, n=2, cutoff=0.7)
+    close += [option for option in options if set(folded.split()) < set(option.split()) and option not in close][:3]
     if not close:
         return " (maxdiffusion.data.pictures.concept_names() has them all)"
     return f": did you mean {' or '.join(repr(option) for option in close)}?"
