@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiffusion.diffusion.loss import Draw, denoising_loss, draw, weighted_sum
-from maxdiffusion.diffusion.prediction import PREDICTIONS, from_x0_eps
+from maxdiffusion.diffusion.prediction import PREDICTIONS
 from maxdiffusion.diffusion.process import FlowMatching, VariancePreserving
 from maxdiffusion.diffusion.timesteps import Uniform
 from maxdiffusion.errors import UsageError
@@ -113,4 +113,3 @@ def test_what_is_refused():
         denoising_loss(
             lambda cache, x, timestep, cond: (cache, x[:, :1]), x0, None, drawn, process=flow, prediction="velocity"
         )
-    assert from_x0_eps(x0, drawn.noise, drawn.t, drawn.t, prediction="velocity").shape == (2, 3)

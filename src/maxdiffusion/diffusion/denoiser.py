@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from jaxtyping import Array, Float
 
 Cond: TypeAlias = Any
-"""A pytree of conditions (text embeddings, labels, ...), each leaf with the batch as first dim; None for no condition."""
+"""A pytree of conditions (text embeddings, labels, ...), the batch first in each leaf; None for no condition."""
 
 CacheState: TypeAlias = Any
 """A pytree that a denoiser carries from step to step; `()` when it carries nothing."""

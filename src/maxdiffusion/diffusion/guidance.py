@@ -49,8 +49,8 @@ def classifier_free(
         `sequential` mode, or is `()`.
 
     Raises:
-        UsageError: an unknown mode, a scale that is not finite, or rescale outside 0 .. 1; when called, a condition that
-            is not a `CondPair`, or halves of different shapes in `batched` mode.
+        UsageError: an unknown mode, a scale that is not finite, or rescale outside 0 .. 1; when called, a condition
+            that is not a `CondPair`, or halves of different shapes in `batched` mode.
     """
     if mode not in get_args(Mode):
         raise UsageError(f"guidance mode {mode!r}: {nearest(str(mode), get_args(Mode))}")
