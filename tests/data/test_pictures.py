@@ -83,6 +83,8 @@ def test_demo_list_is_160_concepts_of_the_set():
     assert len(demo) == len(set(demo)) == 160
     assert set(demo) <= set(concept_names())
     assert len(pictures("demo-160", size=8)) == 640
+    assert len(pictures("demo-160", size=8, styles="flat, noto")) == 320
+    assert not any("," in name for name in concept_names()), "commas separate concepts"
 
 
 # --- the compositional test -------------------------------------------------------------------------------------------

@@ -134,18 +134,18 @@ def is_held_out(concept: str, style: str) -> bool:
 
 
 def pictures(
-    concepts: str | Sequence[str] = "all",
+    concepts: str | Sequence[str] | None = None,
     *,
-    styles: Sequence[str] = STYLES,
+    styles: str | Sequence[str] | None = None,
     size: int = STORED,
     split: Split = "all",
 ) -> Pictures:
     """Select from the built-in set and decode it; needs no network.
 
     Args:
-        concepts: `all`, the name of a list (`demo-160`), one concept, several with commas between, or a sequence of
-            concepts. The order does not matter: pictures come in the order of the set.
-        styles: any of `fluent`, `flat`, `noto`, `twemoji`.
+        concepts: None or `all`, the name of a list (`demo-160`), one concept, several with commas between, or a
+            sequence of concepts. The order does not matter: pictures come in the order of the set.
+        styles: any of `fluent`, `flat`, `noto`, `twemoji`; None is all four.
         size: side in pixels, 4 to 64; below 64 each pixel is the mean of the area that it covers.
         split: `train` leaves out the held-out pairs, `held_out` is those pairs only, `all` is both.
 
@@ -158,8 +158,8 @@ def pictures(
         raise UsageError(f"pictures are stored at {STORED} x {STORED}: size must be {SMALLEST} to {STORED}, not {size}")
     if isinstance(styles, str):
         styles = [style.strip() for style in styles.split(",")]
-    wanted_styles = {_check_style(style) for style in styles}
-    wanted_concepts = _select_concepts(concepts)
+    wanted_styles = {_check_style(style) for style in (STYLES if styles is None else styles)}
+    wanted_concepts = _select_concepts("all" if concepts is None else concepts)
     archive = _archive()
     rows: list[tuple[int, str, Style]] = [
         (row * len(STYLES) + column, concept, style)
