@@ -23,12 +23,10 @@ from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.errors import UsageError
 from maxdiffusion.kernels.attention.reference import LOWEST, check_arguments
 
-TILE_Q = 512
+TILE_Q = 256
 TILE_K = 1024
-"""Largest tiles chosen by `auto_block_sizes`: 512 x 1024 float32 scores are 2 MiB, the second-level cache of one core.
-
-Measured at (2, 4096, 8, 40) on two cores; see benchmarks/attention.py.
-"""
+"""Largest tiles chosen by `auto_block_sizes`: 256 x 1024 float32 scores are 1 MiB and stay in a core's second-level
+cache with their weights. Measured at (2, 4096, 8, 40) on two cores; see benchmarks/attention.py."""
 
 _ALIGN = 16
 """Chosen tiles are multiples of it: one AVX-512 register of float32."""
@@ -84,13 +82,17 @@ def flash_attention(
 
 
 def auto_block_sizes(num_queries: int, num_keys: int) -> BlockSizes:
-    """Tiles for these lengths: as few equal tiles as `TILE_Q` and `TILE_K` allow, so that little is padded."""
-    return BlockSizes(block_q=_even_tile(num_queries, TILE_Q), block_k=_even_tile(num_keys, TILE_K))
+    """Tiles for these lengths, at most `TILE_Q` x `TILE_K`, that pad nothing where they can and little elsewhere."""
+    return BlockSizes(block_q=_tile(num_queries, TILE_Q), block_k=_tile(num_keys, TILE_K))
 
 
-def _even_tile(length: int, largest: int) -> int:
-    tile = math.ceil(length / math.ceil(length / largest))
-    return math.ceil(tile / _ALIGN) * _ALIGN
+def _tile(length: int, largest: int) -> int:
+    """The largest tile down to half of `largest` that divides the length, else as few equal tiles as possible."""
+    for tile in range(largest, largest // 2, -_ALIGN):
+        if length % tile == 0:
+            return tile
+    even = math.ceil(length / math.ceil(length / largest))
+    return math.ceil(even / _ALIGN) * _ALIGN
 
 
 class _KeyTiles(NamedTuple):

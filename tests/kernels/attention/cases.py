@@ -1,0 +1,54 @@
+"""Inputs and measures that the attention tests share."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+F32_LIMIT = 1e-5
+"""max|a-b| / max|b| between two orders of float32 summation; a dropped mask or tile is above 1e-2."""
+
+
+def arrays(q_shape: tuple[int, ...], num_keys: int, dtype: jnp.dtype = jnp.float32, seed: int = 0) -> list[jax.Array]:
+    """q, k, v and a cotangent of the output."""
+    B, Lq, H, D = q_shape
+    rng = np.random.default_rng(seed)
+    lengths = (Lq, num_keys, num_keys, Lq)
+    return [jnp.asarray(rng.normal(size=(B, length, H, D)), dtype) for length in lengths]
+
+
+def key_mask(batch: int, num_keys: int, seed: int = 0) -> jax.Array:
+    """Holes everywhere; the last batch row sees no key at all."""
+    mask = np.random.default_rng(seed).random((batch, num_keys)) < 0.6
+    mask[:, 0] = True
+    mask[-1] = False
+    return jnp.asarray(mask)
+
+
+def with_grads(fn: Callable, mask: jax.Array | None = None) -> Callable:
+    """(q, k, v, cotangent) -> the output and the three gradients."""
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, ...]:
+        out, pull = jax.vjp(lambda q, k, v: fn(q, k, v, mask=mask), q, k, v)
+        return (out, *pull(cotangent))
+
+    return run
+
+
+def errors(found: tuple[jax.Array, ...], wanted: tuple[jax.Array, ...]) -> list[float]:
+    """max|a-b| / max|b| of each pair, in float64; an array that is zero counts as 1e-3 of the largest."""
+    pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(found, wanted, strict=True)]
+    least = 1e-3 * max(np.abs(b).max() for _, b in pairs)
+    return [float(np.abs(a - b).max() / max(np.abs(b).max(), least)) for a, b in pairs]
+
+
+def largest_array(text: str) -> int:
+    """Elements of the largest array named in StableHLO or compiled text."""
+    shapes = re.findall(r"\b(?:f32|bf16|pred|s32)\[([0-9,]+)\]", text)
+    shapes += [dims.replace("x", ",").rstrip(",") for dims in re.findall(r"tensor<((?:\d+x)+)", text)]
+    return max(math.prod(int(size) for size in dims.split(",")) for dims in shapes)
