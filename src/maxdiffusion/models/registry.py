@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from maxdiffusion.errors import UsageError, nearest
+from maxdiffusion.models.pictures import PICTURES
 from maxdiffusion.models.spec import ModelSpec
 from maxdiffusion.models.stable_diffusion import SD15, SD21, SDXL
 
 _SPECS: tuple[ModelSpec, ...] = (
+    PICTURES,
     SD15,
     SD21,
     SDXL,

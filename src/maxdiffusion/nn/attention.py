@@ -33,16 +33,12 @@ class Attention(nn.Module, kw_only=True):
         runtime, layout, width = self.runtime, self.runtime.layout, x.shape[-1]
         heads = (self.num_heads, width // self.num_heads)
 
-        def project(states: Array, name: str, reads: str, length: str) -> Array:
-            dense = Dense(
-                features=heads, names=(reads, "heads", "kv"), use_bias=self.use_bias, runtime=runtime, name=name
-            )
-            return layout.constrain(dense(states), "activation_batch", length, "activation_heads", "activation_kv")
+        def project(states: Array, name: str, reads: str) -> Array:
+            names = (reads, "heads", "kv")
+            return Dense(features=heads, names=names, use_bias=self.use_bias, runtime=runtime, name=name)(states)
 
         source, reads = (x, "embed") if context is None else (context, "cross_embed")
-        q = project(x, "to_q", "embed", "activation_length")
-        k = project(source, "to_k", reads, "activation_kv_length")
-        v = project(source, "to_v", reads, "activation_kv_length")
+        q, k, v = project(x, "to_q", "embed"), project(source, "to_k", reads), project(source, "to_v", reads)
         y = attention(q, k, v, mask=mask, spec=runtime.attention, layout=layout, precision=runtime.precision)
         y = Dense(features=(width,), names=("heads", "kv", "embed"), num_inputs=2, runtime=runtime, name="to_out_0")(y)
         return layout.constrain(y, "activation_batch", "activation_length", "activation_embed")

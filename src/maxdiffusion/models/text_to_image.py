@@ -1,0 +1,237 @@
+"""A network, a process and a meaning of the prediction make one thing that can be trained and sampled from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from maxdiffusion.config.schema import DiffusionSection, Recipe, SampleSection
+from maxdiffusion.diffusion.denoiser import CacheState, Denoiser
+from maxdiffusion.diffusion.grid import Grid, make_grid
+from maxdiffusion.diffusion.guidance import CondPair, classifier_free
+from maxdiffusion.diffusion.noise import noise, step_noise
+from maxdiffusion.diffusion.prediction import Prediction
+from maxdiffusion.diffusion.process import FlowMatching, Process, VariancePreserving
+from maxdiffusion.diffusion.sample import sample
+from maxdiffusion.diffusion.solvers import get_solver
+from maxdiffusion.errors import UsageError
+from maxdiffusion.models.pictures import Pictures
+from maxdiffusion.models.registry import MODELS, lookup
+from maxdiffusion.parallel.layout import Layout
+
+LARGEST_BATCH = 128
+"""Pictures that are sampled at once, at most (rounded up to what the mesh divides)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextToImage:
+    """What training and sampling share.
+
+    Attributes:
+        model: the network; its layout says where everything lives.
+        process: how noise is mixed in.
+        prediction: what the network predicts.
+        image_shape: height, width and channels of a picture.
+    """
+
+    model: Pictures
+    process: Process
+    prediction: Prediction
+    image_shape: tuple[int, int, int]
+
+    @property
+    def layout(self) -> Layout:
+        """Where every array lives."""
+        return self.model.layout
+
+    def denoiser(self, params: Any) -> Denoiser:
+        """The network with these parameters; its condition is (text, mask), the text encoded or as word ids.
+
+        Word ids are encoded in the call, as training needs it; sampling encodes once and hands the `TextOutput` on.
+        """
+
+        def denoise(cache: CacheState, x: Array, timestep: Array, cond: Any) -> tuple[CacheState, Array]:
+            text, mask = cond
+            method = None if isinstance(text, jax.Array) else "denoise"
+            return cache, self.model.apply({"params": params}, x, timestep, text, mask, method=method)  # type: ignore[return-value]
+
+        return denoise
+
+    def grid(self, num_steps: int) -> Grid:
+        """The usual grid of the process with this number of steps."""
+        return make_grid(self.process, num_steps, "uniform" if isinstance(self.process, FlowMatching) else "trailing")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sampler:
+    """Pictures for texts; every call of one batch size runs the same compiled program. Make one with `sampler`.
+
+    Attributes:
+        text_to_image: network and process.
+        draw: the compiled function `(params, ids, mask, empty ids, empty mask, key, indices) -> pictures`.
+        batch_sharding: of ids, mask and indices.
+        replicated: of the rest.
+    """
+
+    text_to_image: TextToImage
+    draw: Callable[..., Array]
+    batch_sharding: NamedSharding | None
+    replicated: NamedSharding | None
+
+    def __call__(
+        self,
+        params: Any,
+        texts: tuple[Int[np.ndarray, "rows length"], Bool[np.ndarray, "rows length"]],
+        empty: tuple[Int[np.ndarray, "1 length"], Bool[np.ndarray, "1 length"]],
+        *,
+        seed: int,
+        indices: Int[np.ndarray, " rows"],
+    ) -> Float[np.ndarray, "rows height width channels"]:
+        """One picture a row; it depends on (params, text, seed, index) of the row, not on the others or the mesh.
+
+        Rows are padded to a whole number of equal batches that the mesh divides, and what was padded is dropped.
+
+        Args:
+            params: weights, laid out on the mesh.
+            texts: word ids and mask of each row.
+            empty: ids and mask of the empty text, which guidance goes away from.
+            seed: of the noise.
+            indices: which picture of this seed each row is.
+
+        Returns:
+            float32, about -1 to 1, not clipped.
+        """
+        rows = len(indices)
+        unit = batch_divisor(self.text_to_image.layout)
+        size = min(_ceil(rows, unit), _ceil(LARGEST_BATCH, unit))
+        padded = np.arange(_ceil(rows, size)) % rows
+        key = jax.device_put(jax.random.key(seed), self.replicated)
+        constants = [jax.device_put(array, self.replicated) for array in empty]
+        pictures = []
+        for start in range(0, len(padded), size):
+            chosen = padded[start : start + size]
+            arrays = [texts[0][chosen], texts[1][chosen], indices[chosen].astype(np.int32)]
+            ids, mask, index = (_put(array, self.batch_sharding) for array in arrays)
+            pictures.append(np.asarray(self.draw(params, ids, mask, *constants, key, index)))
+        return np.concatenate(pictures)[:rows]
+
+
+def sampler(text_to_image: TextToImage, section: SampleSection) -> Sampler:
+    """The sampler with these settings; nothing is compiled before the first call.
+
+    Args:
+        text_to_image: network and process.
+        section: solver, number of steps and guidance.
+
+    Raises:
+        UsageError: the settings do not fit the process.
+    """
+    solver, grid, prediction = get_solver(section.solver), text_to_image.grid(section.steps), text_to_image.prediction
+    text_to_image.process.check(prediction)
+    scale = 1 if section.guidance_scale == 1 else section.guidance_scale
+    mesh = text_to_image.layout.mesh
+    replicated = NamedSharding(mesh, PartitionSpec()) if isinstance(mesh, Mesh) else None
+
+    def draw(params: Any, ids: Array, mask: Array, empty: Array, empty_mask: Array, key: Array, index: Array) -> Array:
+        def condition(ids: Array, mask: Array) -> Any:
+            return text_to_image.model.apply({"params": params}, ids, mask, method="encode"), mask
+
+        # The empty text is encoded once a row: a batch of one would not divide over the mesh.
+        negative = (jnp.broadcast_to(empty, ids.shape), jnp.broadcast_to(empty_mask, mask.shape))
+        cond = CondPair(positive=condition(ids, mask), negative=None if scale == 1 else condition(*negative))
+        x = noise(key, index, text_to_image.image_shape) * text_to_image.process.prior_std
+        x = text_to_image.layout.constrain(x, "activation_batch", "activation_height", "activation_width", None)
+        denoiser = classifier_free(text_to_image.denoiser(params), scale=scale)
+        steps = step_noise(key, index, text_to_image.image_shape) if solver.stochastic else None
+        return sample(denoiser, x, grid, cond, solver=solver, prediction=prediction, noise=steps).x
+
+    return Sampler(
+        text_to_image=text_to_image,
+        draw=jax.jit(draw, out_shardings=replicated),
+        batch_sharding=batch_sharding(text_to_image.layout),
+        replicated=replicated,
+    )
+
+
+def text_to_image_of(recipe: Recipe, *, mesh: Mesh | None, vocab_size: int, max_length: int) -> TextToImage:
+    """What a recipe describes, on a mesh.
+
+    Args:
+        recipe: of the training, or of a run.
+        mesh: devices.
+        vocab_size: of the tokenizer.
+        max_length: of the tokenizer.
+
+    Raises:
+        UsageError: the model cannot be trained here, or a value of the recipe cannot work.
+    """
+    if lookup(recipe.model).denoiser is not Pictures:
+        able = ", ".join(name for name, spec in MODELS.items() if spec.denoiser is Pictures)
+        raise UsageError(f"model={recipe.model} cannot be trained or sampled from here yet: write model={able}")
+    size = recipe.data.size
+    given = {"image_size": size, "vocab_size": vocab_size, "max_length": max_length}
+    clash = next((name for name in given if name in recipe.model_config), None)
+    if clash:
+        cause = "data.size" if clash == "image_size" else "the captions"
+        raise UsageError(f"model_config.{clash} follows from {cause}: leave it out")
+    model = lookup(recipe.model).build(
+        **{
+            **recipe.model_config,
+            **given,
+            "mesh": mesh,
+            "logical_axis_rules": recipe.rules,
+            "attention_kernel": recipe.attention_kernel,
+            "flash_min_seq_length": recipe.flash_min_seq_length,
+            "flash_block_sizes": recipe.flash_block_sizes,
+            "dtype": recipe.dtype,
+            "precision": recipe.precision,
+            "remat_policy": recipe.remat_policy,
+            "scan_layers": recipe.scan_layers,
+        }
+    )
+    assert isinstance(model, Pictures)
+    process = process_of(recipe.diffusion)
+    process.check(recipe.diffusion.prediction)
+    return TextToImage(
+        model=model,
+        process=process,
+        prediction=recipe.diffusion.prediction,
+        image_shape=(size, size, model.image_channels),
+    )
+
+
+def process_of(section: DiffusionSection) -> Process:
+    """The process that a recipe names."""
+    if section.process == "flow":
+        return FlowMatching(shift=section.shift)
+    return VariancePreserving(zero_terminal_snr=section.zero_terminal_snr)
+
+
+def batch_divisor(layout: Layout) -> int:
+    """What a batch must be a multiple of, so that it is shared out evenly."""
+    (axes,) = layout.resolve("activation_batch").axes
+    return math.prod(layout.sizes[axis] for axis in axes)
+
+
+def batch_sharding(layout: Layout) -> NamedSharding | None:
+    """Of an array whose first dimension is the batch."""
+    return NamedSharding(layout.mesh, layout.spec("activation_batch")) if isinstance(layout.mesh, Mesh) else None
+
+
+def _put(array: np.ndarray, sharding: NamedSharding | None) -> Array:
+    """A host array that every process has whole, laid out."""
+    if sharding is None:
+        return jnp.asarray(array)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def _ceil(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

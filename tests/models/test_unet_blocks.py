@@ -1,0 +1,176 @@
+"""The UNet on a mesh: the same numbers everywhere, parameters where the plan says, constraints that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxdiffusion.errors import LayoutWarning
+from maxdiffusion.models import FlaxUNet2DConditionModel
+from maxdiffusion.models.registry import lookup
+
+# Eight devices add float32 sums of up to 2304 terms in another order than one does; a gradient passes through some 40
+# layers. The limit is the one that the loss curves of training have to keep.
+TOLERANCE = 1e-5
+
+MESHES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
+    "data=4,model=2": (("data", "model"), (4, 2)),
+    "fsdp=4,tensor=2": (("fsdp", "tensor"), (4, 2)),
+    "data=8": (("data",), (8,)),
+    "fsdp=8": (("fsdp",), (8,)),
+}
+
+
+def make_mesh(devices: np.ndarray, name: str) -> Mesh:
+    axes, shape = MESHES[name]
+    return Mesh(devices.reshape(shape), axes)
+
+
+def small(**keywords: Any) -> FlaxUNet2DConditionModel:
+    """SDXL's kind with two levels and no middle, so that gradients compile soon."""
+    return lookup("sdxl").build(
+        "tiny", mid_block_type=None, transformer_layers_per_block=1, precision="highest", **keywords
+    )
+
+
+def call(batch: int = 8, size: int = 8) -> dict[str, Any]:
+    """Inputs of a call of the tiny SDXL."""
+    keys = jax.random.split(jax.random.key(7), 4)
+    return {
+        "sample": jax.random.normal(keys[0], (batch, 4, size, size)),
+        "timesteps": jnp.linspace(1, 999, batch),
+        "encoder_hidden_states": jax.random.normal(keys[1], (batch, 5, 32)),
+        "added_cond_kwargs": {
+            "text_embeds": jax.random.normal(keys[2], (batch, 32)),
+            "time_ids": 100 * jax.random.uniform(keys[3], (batch, 6)),
+        },
+    }
+
+
+def run(fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn` compiled without the back end's optimisations, which take a third of the time and change no number."""
+    return jax.jit(fn).lower(*args).compile(compiler_options={"xla_backend_optimization_level": 0})(*args)
+
+
+def distance(a: Any, b: Any) -> float:
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return float(np.abs(a - b).max() / np.abs(b).max())
+
+
+def loss_of(model: FlaxUNet2DConditionModel) -> Callable[[Any], Any]:
+    inputs = call()
+    target = jnp.roll(inputs["sample"], 1, axis=3)
+
+    def loss(params: Any) -> tuple[jax.Array, jax.Array]:
+        out = model.apply({"params": params}, **inputs).sample
+        return jnp.mean(jnp.square(out - target)), out
+
+    return jax.value_and_grad(loss, has_aux=True)
+
+
+@pytest.fixture(scope="module")
+def single() -> tuple[Any, Any, Any]:
+    model = small()
+    (loss, out), grads = run(loss_of(model), model.init_weights(jax.random.key(0)))
+    return loss, out, grads
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_values_and_gradients_are_those_of_one_device(
+    name: str, devices: np.ndarray, single: tuple[Any, Any, Any]
+) -> None:
+    loss, out, grads = single
+    model = small(mesh=make_mesh(devices, name))
+    params = model.init_weights(jax.random.key(0))
+    (our_loss, our_out), our_grads = run(loss_of(model), params)
+    assert distance(our_loss, loss) <= TOLERANCE
+    assert distance(our_out, out) <= TOLERANCE
+    worst = jax.tree.map(distance, our_grads, grads)
+    assert max(jax.tree.leaves(worst)) <= TOLERANCE, worst
+    plan = model.layout.shardings(*model.abstract_params())
+    jax.tree.map(
+        lambda leaf, grad, sharding: (
+            (leaf.sharding == sharding and grad.sharding.is_equivalent_to(sharding, grad.ndim))
+            or pytest.fail(f"parameter {leaf.sharding}, gradient {grad.sharding}, plan {sharding}")
+        ),
+        params,
+        our_grads,
+        plan,
+    )
+
+
+@pytest.mark.parametrize("policy", ["minimal", "full"])
+def test_rematerialised_gradients_are_the_same(policy: str, single: tuple[Any, Any, Any]) -> None:
+    model = small(remat_policy=policy)
+    (loss, _), grads = run(loss_of(model), model.init_weights(jax.random.key(0)))
+    assert distance(loss, single[0]) <= TOLERANCE
+    assert max(jax.tree.leaves(jax.tree.map(distance, grads, single[2]))) <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def whole() -> tuple[Any, Any]:
+    """The tiny SDXL on one device: parameters and output."""
+    model = lookup("sdxl").build("tiny", precision="highest")
+    params = model.init_weights(jax.random.key(0))
+    return params, run(lambda p, x: model.apply({"params": p}, **x).sample, params, call())
+
+
+@pytest.mark.parametrize("name", ["data=4,model=2", "fsdp=4,tensor=2"])
+def test_tiny_sdxl_is_that_of_one_device(name: str, devices: np.ndarray, whole: tuple[Any, Any]) -> None:
+    """With flash attention from the first token on, as the parallelism page builds it."""
+    params, expected = whole
+    model = lookup("sdxl").build(
+        "tiny", mesh=make_mesh(devices, name), precision="highest", attention_kernel="flash", flash_min_seq_length=4
+    )
+    ours = model.init_weights(jax.random.key(0))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), ours, params)
+    out = run(lambda p, x: model.apply({"params": p}, **x).sample, ours, call())
+    assert distance(out, expected) <= TOLERANCE
+
+
+def test_each_device_stores_its_share_and_the_batch_is_shared(devices: np.ndarray) -> None:
+    model = small(mesh=make_mesh(devices, "fsdp=8"))
+    params = model.init_weights(jax.random.key(0))
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    stored = [
+        sum(leaf.addressable_shards[device].data.nbytes for leaf in jax.tree.leaves(params)) for device in range(8)
+    ]
+    assert max(stored) <= 0.13 * total
+    report = model.layout.report(*model.abstract_params())
+    assert stored == [report.bytes_per_device] * 8
+
+
+def test_constraints_stand_in_the_program_and_only_with_a_mesh(data_model: Mesh) -> None:
+    def constraints(**keywords: Any) -> int:
+        model = small(**keywords)
+        shapes = model.abstract_params()[0]
+        text = jax.jit(model.apply).lower({"params": shapes}, **call()).as_text()
+        return text.count("sharding_constraint")
+
+    num_parameters = len(jax.tree.leaves(small().abstract_params()[0]))
+    assert constraints() == 0
+    assert constraints(mesh=data_model) > num_parameters
+
+
+def test_a_batch_that_does_not_divide_is_reported(data_model: Mesh) -> None:
+    model = small(mesh=data_model)
+    shapes = model.abstract_params()[0]
+    with pytest.warns(LayoutWarning, match="activation_batch of 3 does not divide by data=4"):
+        jax.jit(model.apply).lower({"params": shapes}, **call(batch=3))
+
+
+def test_latents_may_live_on_an_explicit_mesh(devices: np.ndarray, whole: tuple[Any, Any]) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,), devices=devices)
+    model = lookup("sdxl").build("tiny", mesh=mesh, precision="highest")
+    params, inputs = model.init_weights(jax.random.key(0)), call()
+    inputs["sample"] = jax.device_put(inputs["sample"], NamedSharding(mesh, P("data")))
+    out = run(lambda p, x: model.apply({"params": p}, **x).sample, params, inputs)
+    assert distance(out, whole[1]) <= TOLERANCE
+    assert out.sharding.spec[0] == "data"

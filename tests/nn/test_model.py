@@ -1,0 +1,154 @@
+"""The flat keywords: folded once, refused by name, hashable, and parameters that lie where the rules say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from maxdiffusion.common_types import BlockSizes
+from maxdiffusion.errors import LayoutWarning, RuleError, UsageError
+from maxdiffusion.nn.linear import Dense
+from maxdiffusion.nn.model import DiffusionModel
+
+
+class Line(DiffusionModel, kw_only=True):
+    """One product."""
+
+    width: int = 16
+    sizes: Any = (1, 2)
+
+    def dummy_inputs(self) -> dict[str, Any]:
+        return {"x": jax.ShapeDtypeStruct((1, 8), jnp.float32)}
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.layout.constrain(x, "activation_batch", "activation_embed")
+        y = Dense(features=(self.width,), names=("embed", "mlp"), runtime=self.runtime, name="proj")(x)
+        return self.layout.constrain(y, "activation_batch", "activation_mlp")
+
+
+@pytest.fixture
+def tensor(devices: np.ndarray) -> Mesh:
+    return Mesh(devices, ("tensor",))
+
+
+def test_keywords_become_one_runtime(data_model: Mesh) -> None:
+    blocks = BlockSizes(block_q=128, block_k=64)
+    model = Line(
+        mesh=data_model,
+        attention_kernel="flash",
+        flash_min_seq_length=77,
+        flash_block_sizes=blocks,
+        dtype="bfloat16",
+        weights_dtype=jnp.bfloat16,
+        remat_policy="minimal",
+        scan_layers=True,
+        precision="highest",
+    )
+    runtime = model.runtime
+    assert (runtime.attention.kernel, runtime.attention.flash_min_seq_length) == ("flash", 77)
+    assert runtime.attention.block_sizes == blocks
+    assert runtime.dtype == runtime.weights_dtype == jnp.dtype(jnp.bfloat16)
+    assert runtime.precision is jax.lax.Precision.HIGHEST
+    assert (runtime.remat.policy, runtime.scan_layers) == ("minimal", True)
+    assert runtime.layout.mesh == data_model
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"attention_kernel": "flash"}, 'attention_kernel="flash" needs a mesh: give mesh='),
+        ({"attention_kernel": "flsh"}, "did you mean 'flash'"),
+        ({"remat_policy": "ful"}, "did you mean 'full'"),
+        ({"precision": "hihgest"}, "did you mean 'highest'"),
+        ({"quantization": "int8"}, "quantization='int8' is not available yet"),
+        ({"use_qwix_quantization": True}, "use_qwix_quantization=True is not available yet"),
+        ({"flash_block_sizes": {"block_q": 128}}, "write BlockSizes"),
+        ({"flash_min_seq_length": -1}, "flash_min_seq_length=-1"),
+        ({"dtype": "bflat16"}, "dtype='bflat16' is no dtype"),
+        ({"weights_dtype": jnp.int32}, "weights_dtype=int32 is no floating dtype"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_at_construction(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Line(**keywords)
+    assert message in str(caught.value)
+
+
+def test_a_misspelt_rule_is_refused_at_construction(data_model: Mesh) -> None:
+    with pytest.raises(RuleError, match="did you mean 'embed'"):
+        Line(mesh=data_model, logical_axis_rules=[("embd", "model")])
+
+
+def test_models_with_lists_are_hashable_and_equal_by_value() -> None:
+    a, b = (Line(sizes=[1, [2, 3]], logical_axis_rules=[("embed", "model")]) for _ in range(2))
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a != Line(sizes=[1, [2, 4]])
+
+
+def test_other_rules_never_meet_an_old_executable(tensor: Mesh) -> None:
+    traces: list[Any] = []
+
+    def forward(model: Line, params: Any, x: jax.Array) -> jax.Array:
+        traces.append(model.logical_axis_rules)
+        return model.apply({"params": params}, x)
+
+    jitted = jax.jit(forward, static_argnums=0)
+    shard = Line(mesh=tensor, logical_axis_rules=[("activation_mlp", "tensor")])
+    whole = Line(mesh=tensor, logical_axis_rules=[("activation_mlp", None)])
+    params = shard.init_weights(jax.random.key(0))
+    first, second = (jitted(model, params, jnp.ones((2, 8))).sharding.spec for model in (shard, whole))
+    assert first == jax.P(None, "tensor")
+    assert "tensor" not in second
+    jitted(Line(mesh=tensor, logical_axis_rules=[("activation_mlp", "tensor")]), params, jnp.ones((2, 8)))
+    assert len(traces) == 2
+
+
+def test_jitting_the_bound_apply_of_another_model_traces_again(tensor: Mesh) -> None:
+    shard = Line(mesh=tensor, logical_axis_rules=[("activation_mlp", "tensor")])
+    whole = Line(mesh=tensor, logical_axis_rules=[("activation_mlp", None)])
+    params = shard.init_weights(jax.random.key(0))
+    specs = [jax.jit(model.apply)({"params": params}, jnp.ones((2, 8))).sharding.spec for model in (shard, whole)]
+    assert specs[0] != specs[1]
+
+
+def test_parameters_lie_where_the_plan_says(fsdp_tensor: Mesh) -> None:
+    model = Line(mesh=fsdp_tensor, weights_dtype=jnp.bfloat16)
+    shapes, names = model.abstract_params()
+    assert names == {"proj": {"kernel": ("embed", "mlp"), "bias": ("mlp",)}}
+    params = model.init_weights(jax.random.key(0))
+    plan = model.layout.shardings(shapes, names)
+    jax.tree.map(lambda leaf, sharding: leaf.sharding == sharding or pytest.fail(str(leaf.sharding)), params, plan)
+    assert params["proj"]["kernel"].sharding.spec == jax.P("fsdp", "tensor")
+    assert params["proj"]["kernel"].dtype == jnp.bfloat16
+
+
+def test_values_are_the_same_bits_on_every_mesh(fsdp_tensor: Mesh, tensor: Mesh) -> None:
+    trees = [Line(mesh=mesh).init_weights(jax.random.key(0)) for mesh in (None, fsdp_tensor, tensor)]
+    for tree in trees[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), trees[0], tree)
+
+
+def test_nothing_is_allocated_for_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes, _ = Line(width=10**9).abstract_params()
+    assert shapes["proj"]["kernel"].shape == (8, 10**9)
+
+
+def test_a_batch_that_does_not_divide_is_reported(data_model: Mesh) -> None:
+    model = Line(mesh=data_model)
+    params = model.init_weights(jax.random.key(0))
+    with pytest.warns(LayoutWarning, match="activation_batch of 3 does not divide by data=4"):
+        jax.jit(model.apply).lower({"params": params}, jnp.ones((3, 8)))
+
+
+def test_a_committed_key_is_moved_to_the_mesh(fsdp_tensor: Mesh, devices: np.ndarray) -> None:
+    key = jax.device_put(jax.random.key(0), devices[3])
+    params = Line(mesh=fsdp_tensor).init_weights(key)
+    assert params["proj"]["bias"].sharding.mesh == fsdp_tensor
