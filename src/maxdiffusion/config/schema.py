@@ -195,6 +195,7 @@ class Recipe:
         model_config: overrides of the model's own constructor keywords; the model checks them.
         seed: seed of the initial weights, the order of the data and the noise.
         run: output folder; null is `runs/NAME` with the name of the recipe.
+        resume: go on from the newest checkpoint of the output folder; false refuses a folder that has one.
         mesh_axes: names of the mesh axes, outermost first.
         mesh: size of each axis, and under `dcn` across slices; as text `data=4,tensor=2`.
         logical_axis_rules: a preset, a list of [logical name, mesh axes], or null for the default table.
@@ -217,6 +218,7 @@ class Recipe:
     model_config: dict[str, Any] = field(default_factory=dict)
     seed: CountOrZero = 0
     run: Text | None = None
+    resume: Flag = False
     mesh_axes: Annotated[tuple[Text, ...], Field(min_length=1, description="a list of different names")] = MESH_AXES
     mesh: MeshSizes = field(default_factory=dict)
     logical_axis_rules: Rules | None = None

@@ -1,0 +1,129 @@
+"""Pictures for prompts from a trained run: PNG files that say how they were made."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from maxdiffusion import __version__
+from maxdiffusion.config.load import load_run
+from maxdiffusion.config.schema import Recipe
+from maxdiffusion.data.png import slug, write_png
+from maxdiffusion.data.prompts import unknown_words
+from maxdiffusion.data.source import to_pixels
+from maxdiffusion.data.tokenizer import WordTokenizer
+from maxdiffusion.errors import UsageError
+from maxdiffusion.models.run_folder import TOKENIZER, latest_step, read_weights, weight_shapes
+from maxdiffusion.models.text_to_image import sampler, text_to_image_of
+from maxdiffusion.parallel.layout import Layout
+from maxdiffusion.parallel.mesh import build_mesh
+
+GENERATED = "generated"
+"""Folder in a run's folder that pictures go to where none is named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateResult:
+    """What was made.
+
+    Attributes:
+        files: a PNG file for each picture, prompt by prompt.
+        step: of the weights.
+        seed: of the noise; picture i of a prompt is picture i of this seed, alone or in a batch, on any mesh.
+        unknown_words: words of the prompts that the model does not know.
+        seconds: that it took, compilation included.
+    """
+
+    files: tuple[Path, ...]
+    step: int
+    seed: int
+    unknown_words: tuple[str, ...]
+    seconds: float
+
+
+def generate(
+    prompts: str | Sequence[str],
+    run: str | Path,
+    *,
+    seed: int = 0,
+    num_images: int = 1,
+    out: str | Path | None = None,
+    recipe: Recipe | None = None,
+) -> GenerateResult:
+    """Makes pictures with a trained model.
+
+    Args:
+        prompts: a prompt, or several; pictures for all of them are made together.
+        run: folder that `train` wrote.
+        seed: of the noise.
+        num_images: pictures for each prompt.
+        out: folder for the files; None for `generated` in the run's folder. No file is replaced.
+        recipe: of the run, with another mesh or other sampling; None takes the run's own on all devices there are.
+
+    Raises:
+        UsageError: there is no such run, it has no checkpoint yet, or a prompt is too long.
+
+    Warns:
+        MaxDiffusionWarning: a prompt has words that the model does not know.
+    """
+    began = time.perf_counter()
+    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not prompts or num_images < 1:
+        raise UsageError("nothing to make: give one prompt or more, and num_images=1 or more")
+    if recipe is None:
+        recipe = dataclasses.replace(load_run(run).recipe, mesh={})
+    latest_step(run)
+    tokenizer = WordTokenizer.load(Path(run) / TOKENIZER)
+    unknown = unknown_words(tokenizer, prompts)
+    texts = tokenizer.encode([prompt for prompt in prompts for _ in range(num_images)])
+    mesh = build_mesh(recipe.mesh_spec)
+    subject = text_to_image_of(recipe, mesh=mesh, vocab_size=tokenizer.vocab_size, max_length=tokenizer.max_length)
+    params, step = read_weights(run, weight_shapes(subject.model, Layout.of(mesh, recipe.rules, strict=recipe.strict)))
+    indices = np.tile(np.arange(num_images), len(prompts))
+    draw = sampler(subject, recipe.sample)
+    pixels = to_pixels(draw(params, texts, tokenizer.encode([""]), seed=seed, indices=indices))
+    files = []
+    folder = Path(run) / GENERATED if out is None else Path(out)
+    for number, picture in enumerate(pixels if jax.process_index() == 0 else ()):
+        prompt, index = prompts[number // num_images], number % num_images
+        text = {
+            "prompt": prompt,
+            "seed": seed,
+            "index": index,
+            "model": recipe.model,
+            "run": Path(run).resolve().name,
+            "step": step,
+            "solver": recipe.sample.solver,
+            "steps": recipe.sample.steps,
+            "guidance_scale": recipe.sample.guidance_scale,
+            "dtype": recipe.dtype,
+            "maxdiffusion": __version__,
+            "jax": jax.__version__,
+        }
+        files.append(write_png(folder / f"{slug(prompt)}-seed{seed}-{index}.png", picture, text))
+    return GenerateResult(
+        files=tuple(files),
+        step=step,
+        seed=seed,
+        unknown_words=tuple(unknown),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def generate_from_run(
+    run: str | Path,
+    prompt: str,
+    *,
+    recipe: Recipe | None = None,
+    seed: int = 0,
+    num_images: int = 1,
+    out: str | Path | None = None,
+) -> GenerateResult:
+    """`generate` for one prompt, as the command line says it."""
+    return generate([prompt], run, seed=seed, num_images=num_images, out=out, recipe=recipe)

@@ -1,0 +1,155 @@
+"""From a recipe's data section to batches on the devices: sources, words, and where each array lies."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from maxdiffusion.config.schema import DataSection
+from maxdiffusion.data.batches import Batch
+from maxdiffusion.data.folder import folder
+from maxdiffusion.data.pictures import STYLES, Pictures, Split, pictures
+from maxdiffusion.data.source import Source
+from maxdiffusion.data.tokenizer import WordTokenizer
+from maxdiffusion.errors import UsageError
+from maxdiffusion.models.text_to_image import batch_divisor
+from maxdiffusion.parallel.layout import Layout
+from maxdiffusion.train.step import Examples
+
+SHORTEST_TEXT = 16
+"""Ids of a text, at least; longer captions make it longer, in steps of 8."""
+
+
+def training_source(section: DataSection) -> Source:
+    """The pictures that are learnt from.
+
+    Raises:
+        UsageError: they cannot be read, or none is left.
+    """
+    if section.source == "pictures":
+        return built_in(section, section.split)
+    assert section.path is not None, "the section checks it"
+    return folder(section.path, size=section.size, on_broken=section.on_broken)
+
+
+def held_out_source(section: DataSection) -> Pictures | None:
+    """The held-out pictures of the built-in set; None for a folder, for a training on them, or where none is left."""
+    if section.source != "pictures" or section.split != "train":
+        return None
+    try:
+        return built_in(section, "held_out")
+    except UsageError:  # the few concepts chosen lose no pair
+        return None
+
+
+def built_in(section: DataSection, split: Split) -> Pictures:
+    """The built-in pictures that the section selects, of one split."""
+    return pictures(section.concepts or "all", styles=section.styles or STYLES, size=section.size, split=split)
+
+
+def captions_of(source: Source) -> list[str]:
+    """Every caption of a source."""
+    captions = getattr(source, "captions", None)
+    return list(captions) if captions is not None else [source[index].caption for index in range(len(source))]
+
+
+def learn_words(captions: list[str]) -> WordTokenizer:
+    """The tokenizer of these captions, long enough for all of them.
+
+    Raises:
+        UsageError: there are no words.
+    """
+    probe = WordTokenizer.train(captions, max_length=10_000)
+    longest = 1 + max(len(probe.split(caption)) for caption in captions)
+    return WordTokenizer(model=probe.model, max_length=max(SHORTEST_TEXT, -(-longest // 8) * 8))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feed:
+    """Puts a host's batch on the devices.
+
+    Attributes:
+        tokenizer: of the captions.
+        images: sharding of the images.
+        rows: sharding of what has one row a sample.
+    """
+
+    tokenizer: WordTokenizer
+    images: NamedSharding
+    rows: NamedSharding
+
+    def __call__(self, batch: Batch) -> Examples:
+        """The batch laid out; every host gives its share."""
+        ids, mask = self.tokenizer.encode(batch.captions)
+        # The step is part of every key too, so that an index may come again after 2^31 samples.
+        index = (batch.position % 2**31).astype(np.int32)
+        return Examples(
+            images=_place(batch.images, self.images),
+            ids=_place(ids, self.rows),
+            mask=_place(mask, self.rows),
+            index=_place(index, self.rows),
+            weight=_place(batch.weight, self.rows),
+        )
+
+    def shapes(self, batch_size: int, image_shape: tuple[int, int, int]) -> Examples:
+        """A batch as `jax.ShapeDtypeStruct`s with their shardings.
+
+        Args:
+            batch_size: over all hosts.
+            image_shape: height, width and channels.
+        """
+
+        def rows(*shape: int, dtype: type) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((batch_size, *shape), dtype, sharding=self.rows)
+
+        length = self.tokenizer.max_length
+        images = jax.ShapeDtypeStruct((batch_size, *image_shape), np.float32, sharding=self.images)
+        return Examples(
+            images=images,  # type: ignore[arg-type]
+            ids=rows(length, dtype=np.int32),  # type: ignore[arg-type]
+            mask=rows(length, dtype=np.bool_),  # type: ignore[arg-type]
+            index=rows(dtype=np.int32),  # type: ignore[arg-type]
+            weight=rows(dtype=np.float32),  # type: ignore[arg-type]
+        )
+
+
+def make_feed(layout: Layout, tokenizer: WordTokenizer, *, batch_size: int, data_sharding: tuple | None = None) -> Feed:
+    """The feed of a layout.
+
+    Args:
+        layout: says which mesh axes share the batch.
+        tokenizer: of the captions.
+        batch_size: over all hosts.
+        data_sharding: mesh axes of each dimension of the images, in place of what the rules say.
+
+    Raises:
+        UsageError: the batch does not divide over the devices that share it.
+    """
+    mesh = layout.mesh
+    assert isinstance(mesh, Mesh), "training always has a mesh, of one device or more"
+    spec = layout.spec("activation_batch") if data_sharding is None else PartitionSpec(*data_sharding)
+    first = PartitionSpec(spec[0] if len(spec) else None)
+    feed = Feed(tokenizer=tokenizer, images=NamedSharding(mesh, spec), rows=NamedSharding(mesh, first))
+    ways = batch_divisor(layout) if data_sharding is None else _ways(mesh, first)
+    if batch_size % ways:
+        below = batch_size // ways * ways
+        legal = f"{below} or {below + ways}" if below else f"{ways}"
+        raise UsageError(
+            f"train.batch_size={batch_size} does not divide by the {ways} devices that share a batch: take {legal}"
+        )
+    return feed
+
+
+def _ways(mesh: Mesh, first: PartitionSpec) -> int:
+    axes = first[0] if isinstance(first[0], tuple) else (first[0],)
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    return math.prod(sizes[axis] for axis in axes if axis is not None)
+
+
+def _place(local: np.ndarray, sharding: NamedSharding) -> Array:
+    return jax.make_array_from_process_local_data(sharding, local)

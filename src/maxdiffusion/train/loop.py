@@ -1,0 +1,220 @@
+"""The training loop: steps, and between them metrics, samples, held-out losses and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxdiffusion.config.schema import TrainSection
+from maxdiffusion.data.batches import Batches
+from maxdiffusion.errors import UsageError
+from maxdiffusion.train.checkpoint import Checkpoints
+from maxdiffusion.train.feed import Feed
+from maxdiffusion.train.metrics import MetricsFile
+from maxdiffusion.train.optim import learning_rate
+from maxdiffusion.train.progress import Reporter
+from maxdiffusion.train.state import TrainState
+from maxdiffusion.train.step import Step, StepResult
+
+
+class DivergedError(UsageError):
+    """The loss is no longer a finite number; the weights are of no use, and none were saved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a loop leaves.
+
+    Attributes:
+        state: after the last step.
+        loss: mean over the last lines of metrics, about 50 steps.
+        seconds: spent in steps, compilation left out.
+        images: pictures that the steps of this loop have seen.
+        interrupted: whether a signal stopped it before the last step.
+    """
+
+    state: TrainState
+    loss: float
+    seconds: float
+    images: int
+    interrupted: bool
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """Runs steps until the recipe's number is reached.
+
+    Attributes:
+        section: how many steps, and what happens every how many.
+        step: the compiled training step.
+        batches: of the training pictures.
+        feed: puts them on the devices.
+        reporter: says what happens.
+        metrics: where lines of metrics go.
+        checkpoints: where states go.
+        on_sample: draws the grid of a state.
+        on_evaluate: measures a state on held-out pictures; names and values for the metrics.
+    """
+
+    section: TrainSection
+    step: Step
+    batches: Batches
+    feed: Feed
+    reporter: Reporter
+    metrics: MetricsFile
+    checkpoints: Checkpoints
+    on_sample: Callable[[TrainState], None] | None = None
+    on_evaluate: Callable[[TrainState], dict[str, float]] | None = None
+    _pending: list[StepResult] = field(default_factory=list, init=False)
+    _recent: list[tuple[int, float]] = field(default_factory=list, init=False)
+    _since: float = field(default=0.0, init=False)
+    _seconds: float = field(default=0.0, init=False)
+    _first: int = field(default=0, init=False)
+
+    def run(self, state: TrainState) -> Outcome:
+        """Steps from `state.step` to the last; the state is donated.
+
+        A signal (Ctrl-C, SIGTERM) stops after the step that runs: the state is saved. A second one stops at once.
+
+        Raises:
+            DivergedError: a loss is not finite.
+        """
+        section, done = self.section, int(state.step)
+        self._first = done
+        with _Stop() as stop, self.reporter.steps(section.steps, done):
+            self._since = time.perf_counter()
+            for batch in self.batches.iterate(done):
+                if done >= section.steps or stop.asked:
+                    break
+                state, result = self.step(state, self.feed(batch))
+                self._pending.append(result)
+                done += 1
+                self._between(done, state, stop)
+            if stop.asked and done < section.steps:
+                self._flush(done)
+                saved = self.checkpoints.save(state)
+                self.reporter.say(f"interrupted: saved step {saved}; go on with resume=true")
+        return Outcome(
+            state=state,
+            loss=self._recent_loss(),
+            seconds=self._seconds,
+            images=(done - self._first) * self.batches.batch_size,
+            interrupted=done < section.steps,
+        )
+
+    def _between(self, done: int, state: TrainState, stop: _Stop) -> None:
+        """What is due after step `done`."""
+        section = self.section
+        last = done == section.steps
+
+        def due(every: int) -> bool:
+            return bool(every) and (last or done % every == 0)
+
+        if done == self._first + 1 or last or done % section.log_every == 0 or stop.asked:
+            self._flush(done)
+        if stop.asked and not last:
+            return
+        if due(section.eval_every) and self.on_evaluate is not None:
+            self._flush(done)
+            with self._clock_stopped():
+                self.metrics.write(done, self.on_evaluate(state))
+        if due(section.sample_every) and self.on_sample is not None:
+            self._flush(done)
+            with self._clock_stopped():
+                self.on_sample(state)
+        if last or due(section.checkpoint_every):
+            self._flush(done)
+            with self._clock_stopped():
+                self.checkpoints.save(state)
+
+    def _flush(self, done: int) -> None:
+        """Fetches the losses since the last call, checks that they are finite, and writes a line.
+
+        Raises:
+            DivergedError: one is not.
+        """
+        if not self._pending:
+            return
+        fetched: list[Any] = jax.device_get([(result.loss, result.grad_norm) for result in self._pending])
+        losses, norms = (np.asarray(column, np.float64) for column in zip(*fetched, strict=True))
+        number, self._pending = len(self._pending), []
+        now = time.perf_counter()
+        elapsed, self._since = now - self._since, now
+        self._seconds += elapsed
+        rate = float(learning_rate(self.section)(done - 1))
+        speed = number * self.batches.batch_size / elapsed
+        loss = float(losses.mean())
+        self.metrics.write(
+            done,
+            {
+                "loss": loss,
+                "grad_norm": float(norms.mean()),
+                "learning_rate": rate,
+                "images_per_second": speed,
+                "seconds": self._seconds,
+            },
+        )
+        broken = np.flatnonzero(~np.isfinite(losses))
+        if broken.size:
+            raise DivergedError(
+                f"the loss became {losses[broken[0]]} in step {done - number + 1 + int(broken[0])}, and nothing after "
+                f"it is of use: lower train.learning_rate ({self.section.learning_rate:g}), lengthen "
+                f"train.warmup_steps ({self.section.warmup_steps}) or set train.grad_clip ({self.section.grad_clip})"
+            )
+        self._recent = [*self._recent, (number, loss)][-50:]
+        whole = (done - self._first) / self._seconds
+        left = (self.section.steps - done) / whole
+        self.reporter.step(done, loss=loss, images_per_second=speed, seconds_left=left)
+
+    def _recent_loss(self) -> float:
+        total = count = 0.0
+        for number, loss in reversed(self._recent):
+            total, count = total + number * loss, count + number
+            if count >= 50:
+                break
+        return total / count if count else math.nan
+
+    @contextlib.contextmanager
+    def _clock_stopped(self) -> Iterator[None]:
+        """What happens here is not counted as training time."""
+        yield
+        self._since = time.perf_counter()
+
+
+class _Stop:
+    """Turns the first SIGINT or SIGTERM into a wish to stop; the second acts as usual.
+
+    Attributes:
+        asked: whether one has come.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Stop:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

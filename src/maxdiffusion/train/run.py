@@ -1,0 +1,164 @@
+"""`train(recipe)`: builds the mesh, the model, the data and the loop of a recipe, and runs it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from maxdiffusion.config.load import load_recipe
+from maxdiffusion.config.schema import Recipe
+from maxdiffusion.data.batches import batches
+from maxdiffusion.data.prompts import unknown_words
+from maxdiffusion.data.source import Source
+from maxdiffusion.data.tokenizer import WordTokenizer
+from maxdiffusion.diffusion.timesteps import get_time_sampler
+from maxdiffusion.models.run_folder import METRICS, SAMPLES, TOKENIZER
+from maxdiffusion.models.text_to_image import TextToImage, sampler, text_to_image_of
+from maxdiffusion.nn.model import float_dtype
+from maxdiffusion.parallel.layout import Layout
+from maxdiffusion.parallel.mesh import build_mesh, describe
+from maxdiffusion.train.checkpoint import Checkpoints, open_run, write_run
+from maxdiffusion.train.evaluate import HeldOutLoss
+from maxdiffusion.train.feed import captions_of, held_out_source, learn_words, make_feed, training_source
+from maxdiffusion.train.loop import Loop
+from maxdiffusion.train.metrics import MetricsFile
+from maxdiffusion.train.optim import optimizer
+from maxdiffusion.train.progress import Reporter
+from maxdiffusion.train.samples import SampleGrid
+from maxdiffusion.train.state import TrainState, initial_state, sampling_weights, state_shapes
+from maxdiffusion.train.step import Objective, train_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What a training did.
+
+    Attributes:
+        run: folder of the run.
+        step: optimizer steps done, in earlier parts of the run too.
+        loss: mean over about the last 50 steps.
+        images_per_second: over all devices, compilation left out.
+        training_seconds: spent in steps.
+        compile_seconds: spent compiling the step.
+        total_seconds: from the recipe to the last checkpoint.
+        samples: newest grid of pictures; None where none was drawn.
+        interrupted: whether Ctrl-C stopped it before its last step.
+    """
+
+    run: Path
+    step: int
+    loss: float
+    images_per_second: float
+    training_seconds: float
+    compile_seconds: float
+    total_seconds: float
+    samples: Path | None
+    interrupted: bool
+
+
+def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
+    """Trains what a recipe describes; the weights, metrics and pictures go to the run's folder.
+
+    Args:
+        recipe: the values, or the name of a recipe.
+        resume: go on from the newest checkpoint of the run's folder; None does what the recipe says.
+
+    Returns:
+        Figures and places; the run can be used by `generate` and `evaluate`.
+
+    Raises:
+        UsageError: something in the recipe cannot work, or the folder holds another run.
+        DivergedError: the loss is no longer finite.
+    """
+    began = time.perf_counter()
+    recipe = load_recipe(recipe).recipe if isinstance(recipe, str) else recipe
+    reporter = Reporter()
+    folder, done = open_run(recipe, resume=recipe.resume if resume is None else resume)
+    mesh = build_mesh(recipe.mesh_spec)
+    layout = Layout.of(mesh, recipe.rules, strict=recipe.strict)
+    source = training_source(recipe.data)
+    tokenizer = WordTokenizer.load(folder / TOKENIZER) if done else learn_words(captions_of(source))
+    subject = text_to_image_of(recipe, mesh=mesh, vocab_size=tokenizer.vocab_size, max_length=tokenizer.max_length)
+    section, rule = recipe.train, optimizer(recipe.train)
+    feed = make_feed(layout, tokenizer, batch_size=section.batch_size, data_sharding=recipe.data_sharding)
+    shapes = state_shapes(subject.model, rule, layout, keeps_ema=section.ema_decay > 0)
+    grid = _grid(recipe, subject, tokenizer, source)
+    write_run(folder, recipe, tokenizer)
+    checkpoints = Checkpoints(folder)
+    reporter.say(
+        f"run {folder}: {len(source)} pictures of {recipe.data.size} x {recipe.data.size}, "
+        f"{_count(shapes) / 1e6:.1f} M parameters, mesh {describe(mesh)}"
+    )
+    with reporter.phase(f"reading step {done}" if done else "making the weights"):
+        state = (
+            checkpoints.restore(done, shapes) if done else initial_state(subject.model, rule, shapes, seed=recipe.seed)
+        )
+    objective = Objective(
+        text_to_image=subject,
+        times=get_time_sampler(recipe.diffusion.timesteps),
+        caption_dropout=section.caption_dropout,
+        empty=tuple(int(word) for word in tokenizer.encode([""])[0][0]),
+        weights_dtype=float_dtype(recipe.weights_dtype, "weights_dtype"),
+    )
+    examples = feed.shapes(section.batch_size, subject.image_shape)
+    step = train_step(objective, rule, shapes=shapes, examples=examples, ema_decay=section.ema_decay)
+    compiling = time.perf_counter()
+    with reporter.phase("compiling the training step"):
+        compiled = step.lower(shapes, examples).compile()  # type: ignore[attr-defined]
+    compile_seconds = time.perf_counter() - compiling
+    pictures: list[Path] = []
+
+    def draw(state: TrainState) -> None:
+        number = int(state.step)
+        with reporter.phase(f"samples of step {number}"):
+            pictures.append(grid.draw(sampling_weights(state), folder / SAMPLES / f"step-{number:06}.png", number))
+
+    held_out = held_out_source(recipe.data)
+    measure = None if held_out is None else HeldOutLoss(objective, tokenizer, held_out, seed=recipe.seed)
+    loop = Loop(
+        section=section,
+        step=compiled,
+        batches=batches(
+            source,
+            batch_size=section.batch_size,
+            seed=recipe.seed,
+            shard_index=jax.process_index(),
+            num_shards=jax.process_count(),
+        ),
+        feed=feed,
+        reporter=reporter,
+        metrics=MetricsFile(folder / METRICS, resume_step=done),
+        checkpoints=checkpoints,
+        on_sample=draw,
+        on_evaluate=None if measure is None else lambda state: measure(sampling_weights(state)).as_metrics(),
+    )
+    outcome = loop.run(state)
+    checkpoints.close()
+    return TrainResult(
+        run=folder,
+        step=int(outcome.state.step),
+        loss=outcome.loss,
+        images_per_second=outcome.images / outcome.seconds if outcome.seconds else 0.0,
+        training_seconds=outcome.seconds,
+        compile_seconds=compile_seconds,
+        total_seconds=time.perf_counter() - began,
+        samples=pictures[-1] if pictures else None,
+        interrupted=outcome.interrupted,
+    )
+
+
+def _grid(recipe: Recipe, subject: TextToImage, tokenizer: WordTokenizer, source: Source) -> SampleGrid:
+    """The grid of the recipe's prompts, or of the first captions where it has none."""
+    captions = [source[index].caption for index in range(min(4, len(source)))]
+    prompts = recipe.sample.prompts or tuple(dict.fromkeys(captions))
+    unknown_words(tokenizer, prompts)
+    return SampleGrid(
+        sampler=sampler(subject, recipe.sample), tokenizer=tokenizer, prompts=prompts, section=recipe.sample
+    )
+
+
+def _count(shapes: TrainState) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes.params))

@@ -1,0 +1,66 @@
+"""Grids of pictures at fixed prompts and seeds, so that one can watch a model learn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxdiffusion import __version__
+from maxdiffusion.config.schema import SampleSection
+from maxdiffusion.data.png import picture_grid, write_png
+from maxdiffusion.data.source import to_pixels
+from maxdiffusion.data.tokenizer import WordTokenizer
+from maxdiffusion.models.text_to_image import Sampler
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleGrid:
+    """A row for each prompt, a column for each picture; the noise is that of `generate` with the same seed.
+
+    Attributes:
+        sampler: makes the pictures.
+        tokenizer: of the captions.
+        prompts: fixed for the whole run.
+        section: seed, pictures for each prompt, and what else is told in the file.
+    """
+
+    sampler: Sampler
+    tokenizer: WordTokenizer
+    prompts: tuple[str, ...]
+    section: SampleSection
+
+    def draw(self, params: Any, path: Path, step: int) -> Path:
+        """Draws the grid of these weights into a PNG file; every process takes part, the first one writes.
+
+        Args:
+            params: weights, laid out on the mesh.
+            path: of the file; where it exists the next free number is added.
+            step: of the training, for the file's text.
+
+        Returns:
+            The file.
+        """
+        section, rows = self.section, len(self.prompts)
+        columns = section.num_per_prompt
+        ids, mask = self.tokenizer.encode([prompt for prompt in self.prompts for _ in range(columns)])
+        indices = np.tile(np.arange(columns), rows)
+        empty = self.tokenizer.encode([""])
+        pictures = self.sampler(params, (ids, mask), empty, seed=section.seed, indices=indices)
+        if jax.process_index():
+            return path
+        pixels = to_pixels(pictures)
+        text = {
+            "prompts": "\n".join(self.prompts),
+            "seed": section.seed,
+            "step": step,
+            "solver": section.solver,
+            "steps": section.steps,
+            "guidance_scale": section.guidance_scale,
+            "maxdiffusion": __version__,
+            "jax": jax.__version__,
+        }
+        return write_png(path, picture_grid(pixels.reshape(rows, columns, *pixels.shape[1:])), text)
