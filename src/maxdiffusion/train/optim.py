@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jaxtyping import Array, Float
 from maxdiffusion.config.schema import TrainSection
 
 
-def learning_rate(section: TrainSection) -> optax.Schedule:
+def learning_rate(section: TrainSection) -> Callable[[Any], Float[Array, ""]]:
     """The learning rate of each optimizer step, counted from 0.
 
     It rises in a straight line, reaching its height in step `warmup_steps - 1` (step 0 learns already), and then stays

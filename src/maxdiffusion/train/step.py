@@ -133,7 +133,7 @@ def train_step(
     state_shardings, batch_shardings = (jax.tree.map(lambda leaf: leaf.sharding, tree) for tree in (shapes, examples))
     mesh = shapes.step.sharding.mesh  # type: ignore[attr-defined]
     assert isinstance(mesh, Mesh)
-    whole = NamedSharding(mesh, PartitionSpec())
+    whole: Any = NamedSharding(mesh, PartitionSpec())
     return jax.jit(
         step,
         in_shardings=(state_shardings, batch_shardings),
