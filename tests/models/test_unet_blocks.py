@@ -86,7 +86,11 @@ def single() -> tuple[Any, Any, Any]:
     return loss, out, grads
 
 
-@pytest.mark.parametrize("name", MESHES)
+# The slow ones repeat, one axis or policy at a time, what the others and the tests of stacks cover together.
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name == "data=8" else ()) for name in MESHES])
 def test_values_and_gradients_are_those_of_one_device(
     name: str, devices: np.ndarray, single: tuple[Any, Any, Any]
 ) -> None:
@@ -110,7 +114,7 @@ def test_values_and_gradients_are_those_of_one_device(
     )
 
 
-@pytest.mark.parametrize("policy", ["minimal", "full"])
+@pytest.mark.parametrize("policy", [pytest.param("minimal", marks=SLOW), "full"])
 def test_rematerialised_gradients_are_the_same(policy: str, single: tuple[Any, Any, Any]) -> None:
     model = small(remat_policy=policy)
     (loss, _), grads = run(loss_of(model), model.init_weights(jax.random.key(0)))
