@@ -8,7 +8,7 @@ import pytest
 
 from maxdiffusion.cli.explain import LARGEST, _cells, _telling
 from maxdiffusion.cli.main import main
-from maxdiffusion.parallel.layout import Report, Row
+from maxdiffusion.parallel.report import Report, Row
 
 
 @pytest.mark.parametrize(

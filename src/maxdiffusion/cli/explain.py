@@ -9,7 +9,7 @@ import typer
 from maxdiffusion.cli.options import Json
 
 if TYPE_CHECKING:
-    from maxdiffusion.parallel.layout import Report, Row
+    from maxdiffusion.parallel.report import Report, Row
 
 LARGEST = 20
 """Rows shown without `--all`, besides those that are not laid out as the rules wish."""

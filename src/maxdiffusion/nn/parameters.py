@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from maxdiffusion.nn.random_bits import weights_key
-from maxdiffusion.parallel.layout import Layout, path_name
+from maxdiffusion.parallel.layout import Layout
+from maxdiffusion.parallel.report import path_name
 from maxdiffusion.runtime import Runtime
 
 

@@ -17,8 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiffusion.common_types import LogicalAxisRules
 from maxdiffusion.errors import IndivisibleError, LayoutWarning, MeshError, RuleError
+from maxdiffusion.parallel import explicit
 from maxdiffusion.parallel import rules as rule_table
 from maxdiffusion.parallel.mesh import auto, describe
+from maxdiffusion.parallel.report import Report, Row, path_name
 from maxdiffusion.parallel.rules import Note, Resolution
 
 log = logging.getLogger(__name__)
@@ -82,11 +84,14 @@ class Layout:
 
     @property
     def platform(self) -> str:
-        """`cpu`, `gpu` or `tpu`: the platform of the mesh's devices, on which kernels are chosen."""
+        """`cpu`, `gpu` or `tpu`: of the mesh's devices, for the choice of kernels; else of this process."""
         if isinstance(self.mesh, Mesh):
             platform = self.mesh.devices.flat[0].platform
-            return "gpu" if platform in ("cuda", "rocm") else platform
-        return jax.default_backend()
+        elif self.mesh is not None and self.mesh.abstract_device is not None:
+            platform = self.mesh.abstract_device.platform
+        else:
+            platform = jax.default_backend()
+        return "gpu" if platform in ("cuda", "rocm") else platform
 
     def resolve(self, *names: str | None, shape: Sequence[int] | None = None) -> Resolution:
         """Mesh axes of each dimension, and why a wish was not met; axes that are manual here do not count.
@@ -269,28 +274,28 @@ class Layout:
         with jax.set_mesh(self.mesh), nn.logical_axis_rules(usable), _rules_in_force(tuple(usable)):
             yield
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self) -> contextlib.AbstractContextManager[None]:
         """Runs a model's body on the Auto mesh where the caller has set an Explicit one with `jax.set_mesh`."""
-        current = jax.sharding.get_abstract_mesh()
-        if self.mesh is None or current.empty or AxisType.Explicit not in current.axis_types:
-            yield
-            return
-        target = self.mesh if isinstance(self.mesh, AbstractMesh) else self.mesh.abstract_mesh
-        with jax.sharding.use_abstract_mesh(target):
-            yield
+        return explicit.scope(self.mesh)
 
     def leave(self, y: T, like: Any) -> T:
         """`y` in the kind of type that `like` has: an Explicit array where the caller works with Explicit meshes."""
-        given = jax.typeof(like).sharding
-        if self.mesh is None or given.mesh.empty or AxisType.Explicit not in given.mesh.axis_types:
-            return y
-        here = jax.typeof(y).sharding
-        if AxisType.Explicit in here.mesh.axis_types:
-            return y
-        spec = (*given.spec, *(None,) * y.ndim)[: y.ndim]  # type: ignore[attr-defined]
-        fits = [_fits(axes, size, given.mesh) for axes, size in zip(spec, y.shape, strict=True)]  # type: ignore[attr-defined]
-        return _to_explicit(self, NamedSharding(given.mesh, P(*fits)), y)
+        return y if self.mesh is None else explicit.leave(self.mesh, y, like)
+
+    @property
+    def replicated(self) -> NamedSharding | None:
+        """The sharding of what every device has whole; None without devices."""
+        return self.sharding()
+
+    def sharding(self, *names: str | None, shape: Sequence[int] | None = None) -> NamedSharding | None:
+        """The sharding of an array whose leading dimensions carry these logical axes; None without devices."""
+        return NamedSharding(self.mesh, self.spec(*names, shape=shape)) if isinstance(self.mesh, Mesh) else None
+
+    @property
+    def batch_divisor(self) -> int:
+        """What a batch must be a multiple of, so that the devices share it evenly."""
+        (axes,) = self.resolve("activation_batch").axes
+        return math.prod(self.sizes[axis] for axis in axes)
 
     def _agreed(self, args: Sequence[Any], in_names: Sequence[Sequence[str | None]]) -> dict[str, tuple[str, ...]]:
         agreed: dict[str, tuple[str, ...]] = {}
@@ -314,11 +319,7 @@ class Layout:
             return jax.lax.with_sharding_constraint(
                 x, NamedSharding(jax.sharding.get_abstract_mesh(), _partition(free))
             )
-        given = jax.typeof(x).sharding
-        target = NamedSharding(self.mesh, _partition(axes))
-        if not given.mesh.empty and AxisType.Explicit in given.mesh.axis_types:
-            return _to_auto(self, target, given, x)
-        return jax.lax.with_sharding_constraint(x, target)
+        return explicit.enter(x, NamedSharding(self.mesh, _partition(axes)))
 
     def _check_devices(self, x: Any) -> None:
         assert isinstance(self.mesh, Mesh)
@@ -359,67 +360,6 @@ class Layout:
                 f"layout: {len(unmet)} of {len(rows)} parameters are not sharded as the rules wish, {len(whole)} of "
                 f"them on no axis; for example {example.parameter}: {example.why} (layout.report lists all)"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """Where one parameter lives.
-
-    Attributes:
-        parameter: path in the tree, joined by `/`.
-        shape: global shape.
-        dtype: name of the dtype.
-        names: logical axis of each dimension.
-        spec: mesh axes of each dimension.
-        bytes: bytes of the whole array.
-        bytes_per_device: bytes on each device.
-        why: why it is not sharded as the rules wish; empty when it is.
-    """
-
-    parameter: str
-    shape: tuple[int, ...]
-    dtype: str
-    names: tuple[str | None, ...]
-    spec: tuple[tuple[str, ...], ...]
-    bytes: int
-    bytes_per_device: int
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """Where the parameters of a tree live.
-
-    Attributes:
-        rows: a row for each parameter.
-    """
-
-    rows: tuple[Row, ...]
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters (elements)."""
-        return sum(math.prod(row.shape) for row in self.rows)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all parameters together."""
-        return sum(row.bytes for row in self.rows)
-
-    @property
-    def bytes_per_device(self) -> int:
-        """Bytes that each device stores."""
-        return sum(row.bytes_per_device for row in self.rows)
-
-    @property
-    def share_per_device(self) -> float:
-        """Part of all bytes that each device stores, from 1 / devices (ideal) to 1 (replicated)."""
-        return self.bytes_per_device / self.bytes if self.bytes else 0.0
-
-
-def path_name(path: Any) -> str:
-    """`down_blocks_0/conv1/kernel` from the path of a tree's leaf."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _partition(axes: tuple[tuple[str, ...], ...]) -> P:
@@ -486,11 +426,6 @@ def _manual_axes() -> frozenset[str]:
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def _fits(axes: Any, size: int, mesh: AbstractMesh) -> Any:
-    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    return axes if size % math.prod(sizes[axis] for axis in rule_table.axes_of(axes)) == 0 else None
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gathered(layout: Layout, wanted: Any, stored: Any, x: Any) -> Any:
     return layout._place(x, wanted)
@@ -505,39 +440,3 @@ def _gathered_bwd(layout: Layout, wanted: Any, stored: Any, _: None, cotangent: 
 
 
 _gathered.defvjp(_gathered_fwd, _gathered_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _to_auto(layout: Layout, target: NamedSharding, given: NamedSharding, x: Any) -> Any:
-    with layout.scope():
-        return jax.lax.with_sharding_constraint(x, target)
-
-
-def _to_auto_fwd(layout: Layout, target: NamedSharding, given: NamedSharding, x: Any) -> tuple[Any, None]:
-    return _to_auto(layout, target, given, x), None
-
-
-def _to_auto_bwd(layout: Layout, target: NamedSharding, given: NamedSharding, _: None, cotangent: Any) -> tuple[Any]:
-    return (jax.sharding.reshard(cotangent, given),)
-
-
-_to_auto.defvjp(_to_auto_fwd, _to_auto_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _to_explicit(layout: Layout, target: NamedSharding, y: Any) -> Any:
-    return jax.sharding.reshard(y, target)
-
-
-def _to_explicit_fwd(layout: Layout, target: NamedSharding, y: Any) -> tuple[Any, None]:
-    return jax.sharding.reshard(y, target), None
-
-
-def _to_explicit_bwd(layout: Layout, target: NamedSharding, _: None, cotangent: Any) -> tuple[Any]:
-    assert isinstance(layout.mesh, Mesh)
-    with layout.scope():
-        spec = P(*target.spec)
-        return (jax.lax.with_sharding_constraint(cotangent, NamedSharding(layout.mesh, spec)),)
-
-
-_to_explicit.defvjp(_to_explicit_fwd, _to_explicit_bwd)

@@ -48,10 +48,8 @@ _TENSOR: LogicalAxisRules = tuple(
     for axis in ("tensor", "model")
     for name in ("heads", "mlp", "conv_out", "vocab", "activation_heads", "activation_mlp", "activation_channels")
 )
-_FSDP: LogicalAxisRules = tuple(
-    (name, "fsdp")
-    for name in ("embed", "cross_embed", "conv_in", "norm", "length", "conv_out", "mlp", "heads", "vocab")
-)
+_FSDP: LogicalAxisRules = tuple((name, "fsdp") for name in ("embed", "cross_embed", "conv_in", "norm", "length"))
+_FSDP_ALONE: LogicalAxisRules = (*_FSDP, *((name, "fsdp") for name in ("conv_out", "mlp", "heads", "vocab")))
 _BATCH: LogicalAxisRules = (("activation_batch", ("data", "fsdp")),)
 _CONTEXT: LogicalAxisRules = (("activation_length", "context"), ("activation_height", "context"))
 _STAGES: LogicalAxisRules = (("layers", "stage"),)
@@ -64,16 +62,16 @@ def _closed(names: Iterable[str], *parts: LogicalAxisRules) -> LogicalAxisRules:
     return (*rules, *((name, None) for name in names if name not in named))
 
 
-DEFAULT_RULES: LogicalAxisRules = _closed(_ACTIVATIONS, _BATCH, _CONTEXT, _STAGES, _TENSOR, _FSDP[:5])
+DEFAULT_RULES: LogicalAxisRules = _closed(_ACTIVATIONS, _BATCH, _CONTEXT, _STAGES, _TENSOR, _FSDP)
 """Serve meshes with any of the axes data, fsdp, context, stage, tensor, and `model` as another name for tensor."""
 
 PRESETS: dict[str, LogicalAxisRules] = {
     "dp": _closed(LOGICAL_AXES, (("activation_batch", ("data", "fsdp", "tensor", "model")),)),
-    "fsdp": _closed(_ACTIVATIONS, _BATCH, _FSDP),
+    "fsdp": _closed(_ACTIVATIONS, _BATCH, _FSDP_ALONE),
     "tp": _closed(_ACTIVATIONS, (("activation_batch", "data"),), _TENSOR),
-    "fsdp_tp": _closed(_ACTIVATIONS, _BATCH, _TENSOR, _FSDP[:5]),
-    "hsdp": _closed(_ACTIVATIONS, _BATCH, _FSDP),
-    "context": _closed(_ACTIVATIONS, _BATCH, _CONTEXT, _FSDP),
+    "fsdp_tp": _closed(_ACTIVATIONS, _BATCH, _TENSOR, _FSDP),
+    "hsdp": _closed(_ACTIVATIONS, _BATCH, _FSDP_ALONE),
+    "context": _closed(_ACTIVATIONS, _BATCH, _CONTEXT, _FSDP_ALONE),
 }
 """dp: replicas, the batch over every axis. fsdp: parameters and batch over `fsdp`. tp: heads, hidden units and
 channels over `tensor`. fsdp_tp: both. hsdp: fsdp within a slice, replicas over `data` across slices.

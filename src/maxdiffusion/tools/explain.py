@@ -6,8 +6,9 @@ from jax.sharding import Mesh
 
 from maxdiffusion.common_types import LogicalAxisRules
 from maxdiffusion.models.registry import lookup
-from maxdiffusion.parallel.layout import Layout, Report
+from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.mesh import abstract_mesh
+from maxdiffusion.parallel.report import Report
 from maxdiffusion.specs import MeshSpec
 
 
