@@ -9,7 +9,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from maxdiffusion.config import show
-from maxdiffusion.config.load import RUN_RECIPE, load_run
+from maxdiffusion.config.load import RUN_RECIPE, format_value, load_run
 from maxdiffusion.config.schema import Recipe, flatten
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.errors import UsageError
@@ -64,13 +64,16 @@ def write_run(folder: Path, recipe: Recipe, tokenizer: WordTokenizer) -> None:
 
 
 def _check_same_run(recipe: Recipe, folder: Path) -> None:
-    old, new = flatten(load_run(folder).recipe), flatten(recipe)
+    # As written: lists and tuples are the same there.
+    old, new = (
+        {key: format_value(value) for key, value in flatten(one).items()} for one in (load_run(folder).recipe, recipe)
+    )
     for key in sorted(old.keys() | new.keys()):
         fixed = any(key == name or key.startswith(f"{name}.") for name in FIXED)
         if fixed and old.get(key) != new.get(key):
             raise UsageError(
-                f"run '{folder}' was trained with {key}={old.get(key)}, and this recipe says {new.get(key)}: "
-                f"resume it with the old value, or start another run with run=FOLDER"
+                f"run '{folder}' was trained with {key}={old.get(key, 'its default')}, and this recipe says "
+                f"{new.get(key, 'its default')}: resume it with the old value, or start another run with run=FOLDER"
             )
 
 

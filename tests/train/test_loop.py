@@ -1,0 +1,97 @@
+"""A loop stops where it should, and says why; what happens between steps is not lost."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from maxdiffusion.config.schema import TrainSection
+from maxdiffusion.train.checkpoint import Checkpoints
+from maxdiffusion.train.loop import DivergedError, Loop
+from maxdiffusion.train.metrics import MetricsFile
+from maxdiffusion.train.progress import Reporter
+from maxdiffusion.train.state import TrainState
+from maxdiffusion.train.step import Examples, StepResult
+from tests.train.conftest import BATCH, Subject, make_subject
+
+
+@pytest.fixture(scope="module")
+def subject(one_device: Mesh) -> Subject:
+    return make_subject(one_device)
+
+
+def _loop(subject: Subject, folder: Path, section: TrainSection, **parts: Any) -> Loop:
+    return Loop(
+        section=section,
+        batches=subject.batches,
+        feed=subject.feed,
+        reporter=Reporter(),
+        metrics=MetricsFile(folder / "metrics.jsonl"),
+        checkpoints=Checkpoints(folder),
+        **{"step": subject.step, **parts},
+    )
+
+
+def _steps(folder: Path) -> list[int]:
+    return sorted(int(entry.name) for entry in (folder / "checkpoints").iterdir())
+
+
+def test_what_is_due_happens_at_its_step_and_at_the_last(subject: Subject, tmp_path: Path) -> None:
+    section = TrainSection(
+        steps=5, batch_size=BATCH, warmup_steps=2, log_every=2, sample_every=2, eval_every=3, checkpoint_every=4
+    )
+    sampled: list[int] = []
+    measured: list[int] = []
+
+    def measure(state: TrainState) -> dict[str, float]:
+        measured.append(int(state.step))
+        return {"held_out_loss": 1.0}
+
+    outcome = _loop(
+        subject, tmp_path, section, on_sample=lambda state: sampled.append(int(state.step)), on_evaluate=measure
+    ).run(subject.start())
+    assert (sampled, measured, _steps(tmp_path)) == ([2, 4, 5], [3, 5], [4, 5])
+    assert (outcome.images, outcome.interrupted, int(outcome.state.step)) == (5 * BATCH, False, 5)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    assert list(losses) == [1, 2, 3, 4, 5]
+    assert {line["step"] for line in lines if "held_out_loss" in line} == {3, 5}
+    np.testing.assert_allclose(outcome.loss, np.mean(list(losses.values())), rtol=1e-6)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_where(
+    number: signal.Signals, subject: Subject, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = TrainSection(steps=50, batch_size=BATCH, log_every=10, checkpoint_every=0)
+
+    def step(state: TrainState, examples: Examples) -> tuple[TrainState, StepResult]:
+        if int(state.step) == 2:
+            signal.raise_signal(number)
+        return subject.step(state, examples)
+
+    before = signal.getsignal(number)
+    outcome = _loop(subject, tmp_path, section, step=step).run(subject.start())
+    assert signal.getsignal(number) is before
+    assert outcome.interrupted
+    assert _steps(tmp_path) == [3] == [int(outcome.state.step)]
+    assert "interrupted: saved step 3; go on with resume=true" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_finite_stops_with_its_step_and_saves_nothing(subject: Subject, tmp_path: Path) -> None:
+    section = TrainSection(steps=50, batch_size=BATCH, log_every=4, checkpoint_every=4, learning_rate=0.25)
+
+    def step(state: TrainState, examples: Examples) -> tuple[TrainState, StepResult]:
+        number = int(state.step)
+        state, result = subject.step(state, examples)
+        return state, result._replace(loss=result.loss * (np.nan if number == 2 else 1))
+
+    with pytest.raises(DivergedError, match=r"nan in step 3, .*lower train.learning_rate \(0.25\)"):
+        _loop(subject, tmp_path, section, step=step).run(subject.start())
+    assert _steps(tmp_path) == []
