@@ -105,7 +105,7 @@ def run(saved: tuple[Path, list[float]], tmp_path: Path) -> Path:
 
 def test_a_run_is_not_overwritten(run: Path) -> None:
     recipe = tiny_recipe(run=str(run))
-    with pytest.raises(UsageError, match="trained to step 3: go on with resume=true, or give another .*run=FOLDER"):
+    with pytest.raises(UsageError, match=r"trained to step 3: go on with resume=true, or give another .*run=FOLDER"):
         open_run(recipe, resume=False)
     assert open_run(recipe, resume=True) == (run, 3)
     assert open_run(tiny_recipe(run=str(run.parent / "new")), resume=True) == (run.parent / "new", 0)
