@@ -15,7 +15,7 @@ from maxdiffusion.errors import UsageError, nearest
 from maxdiffusion.models.spec import ModelSpec
 from maxdiffusion.models.text.transformer import TextOutput, TextTransformer
 from maxdiffusion.models.unet import FlaxUNet2DConditionModel
-from maxdiffusion.nn.model import DiffusionModel
+from maxdiffusion.nn.model import DiffusionModel, at_border
 
 
 class Pictures(DiffusionModel, kw_only=True):
@@ -139,6 +139,7 @@ class Pictures(DiffusionModel, kw_only=True):
             "mask": jax.ShapeDtypeStruct((1, self.max_length), jnp.bool_),
         }
 
+    @at_border
     def __call__(
         self,
         images: Float[Array, "batch height width channels"],
@@ -150,6 +151,7 @@ class Pictures(DiffusionModel, kw_only=True):
         encoded = self.encode(ids, mask)
         return self.denoise(images, timesteps, encoded, mask)
 
+    @at_border
     def encode(self, ids: Int[Array, "batch length"], mask: Bool[Array, "batch length"]) -> TextOutput:
         """The text as the UNet reads it; once for all steps of sampling.
 
@@ -159,6 +161,7 @@ class Pictures(DiffusionModel, kw_only=True):
         """
         return self.text(ids, mask)
 
+    @at_border
     def denoise(
         self,
         images: Float[Array, "batch height width channels"],

@@ -18,7 +18,7 @@ from maxdiffusion.models.unet_config import UNetKeywords, keywords_of
 from maxdiffusion.nn.activations import activation
 from maxdiffusion.nn.conv import Conv
 from maxdiffusion.nn.linear import Dense, Embed
-from maxdiffusion.nn.model import DiffusionModel
+from maxdiffusion.nn.model import DiffusionModel, at_border
 from maxdiffusion.nn.norms import GroupNorm
 from maxdiffusion.nn.timestep import TimestepEmbedding, sinusoids
 
@@ -95,6 +95,7 @@ class FlaxUNet2DConditionModel(UNetKeywords, DiffusionModel, kw_only=True):
             }
         return inputs
 
+    @at_border
     @nn.compact
     def __call__(
         self,
@@ -125,13 +126,11 @@ class FlaxUNet2DConditionModel(UNetKeywords, DiffusionModel, kw_only=True):
             raise UsageError(
                 f"sample has shape {sample.shape}, but this model takes (batch, {self.in_channels}, height, width)"
             )
-        with self.layout.scope():
-            x = self._constrain_latents(sample)
-            text = self._text(encoder_hidden_states, sample.shape[0])
-            mask = self._mask(encoder_attention_mask, text)
-            time = self._time(sample.shape[0], timesteps, class_labels, added_cond_kwargs)
-            x = self._constrain_latents(self._levels(x, time, text, mask))
-        return UNet2DConditionOutput(sample=self.layout.leave(x, like=sample))
+        x = self._constrain_latents(sample)
+        text = self._text(encoder_hidden_states, sample.shape[0])
+        mask = self._mask(encoder_attention_mask, text)
+        time = self._time(sample.shape[0], timesteps, class_labels, added_cond_kwargs)
+        return UNet2DConditionOutput(sample=self._constrain_latents(self._levels(x, time, text, mask)))
 
     def _constrain_latents(self, x: Array) -> Array:
         return self.layout.constrain(

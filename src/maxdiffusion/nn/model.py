@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import flax.linen as nn
 import jax
@@ -17,6 +19,8 @@ from maxdiffusion.nn.parameters import initial_values, parameter_names
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.runtime import Runtime
 from maxdiffusion.specs import AttentionSpec, QuantSpec, RematSpec
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 Tree: TypeAlias = Any
 """A nested dict; what its leaves are is said where it is used."""
@@ -55,6 +59,28 @@ def _precision(value: str | jax.lax.Precision | None) -> jax.lax.Precision | Non
     return _PRECISIONS[value]
 
 
+def at_border(method: F) -> F:
+    """Makes a public method of a `DiffusionModel` take arrays of Explicit meshes and give the same kind back.
+
+    Inside, everything lies on the Auto mesh of the model's layout; results have the kind of the first array.
+    """
+
+    @functools.wraps(method)
+    def run(self: DiffusionModel, *args: Any, **keywords: Any) -> Any:
+        layout = self.layout
+        if layout.mesh is None:
+            return method(self, *args, **keywords)
+        arrays = [leaf for leaf in jax.tree.leaves((args, keywords)) if isinstance(leaf, jax.Array)]
+        with layout.scope():
+            entered = jax.tree.map(
+                lambda leaf: layout.enter(leaf) if isinstance(leaf, jax.Array) else leaf, (args, keywords)
+            )
+            result = method(self, *entered[0], **entered[1])
+        return jax.tree.map(lambda leaf: layout.leave(leaf, like=arrays[0]), result) if arrays else result
+
+    return run  # type: ignore[return-value]
+
+
 class DiffusionModel(nn.Module, kw_only=True):
     """Base of the models: how one runs, apart from what it is.
 
@@ -70,6 +96,7 @@ class DiffusionModel(nn.Module, kw_only=True):
         remat_policy: `none`, `minimal` (keep products with weights) or `full` (keep only each block's inputs).
         scan_layers: stack equal transformer blocks and scan over them.
         precision: of float32 products: `default`, `high`, `highest`, or None for the backend's own.
+        strict: an array that is not laid out as the rules wish is an error, not a report.
         quantization: not available yet, refused by name.
         use_qwix_quantization: not available yet, refused by name.
 
@@ -87,6 +114,7 @@ class DiffusionModel(nn.Module, kw_only=True):
     remat_policy: str = "none"
     scan_layers: bool = False
     precision: str | jax.lax.Precision | None = None
+    strict: bool = False
     quantization: str | None = None
     use_qwix_quantization: bool = False
 
@@ -138,15 +166,19 @@ class DiffusionModel(nn.Module, kw_only=True):
         Returns:
             A plain tree of arrays in `weights_dtype`, for `model.apply({"params": params}, ...)`.
         """
-        return initial_values(self._boxed(), rng, self.layout)
+        with self.layout.scope():
+            return initial_values(self._boxed(), rng, self.layout)
 
     def _boxed(self) -> Tree:
         """Boxed shapes; from a copy that knows no mesh, since the dummy batch of one divides by none."""
         single = self.clone(
             parent=None, mesh=None, logical_axis_rules=None, attention_kernel="dot_product", remat_policy="none"
         )
-        inputs = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.dummy_inputs())
-        return jax.eval_shape(lambda: single.init(jax.random.key(0), **inputs)["params"])
+
+        def init(inputs: Tree) -> Tree:
+            return single.init(jax.random.key(0), **inputs)["params"]
+
+        return jax.eval_shape(init, self.dummy_inputs())
 
 
 def _frozen(value: Any) -> Any:
@@ -182,7 +214,7 @@ def _fold(model: DiffusionModel) -> Runtime:
             'or use attention_kernel="dot_product"'
         )
     return Runtime(
-        layout=Layout.of(model.mesh, model.logical_axis_rules),
+        layout=Layout.of(model.mesh, model.logical_axis_rules, strict=model.strict),
         dtype=float_dtype(model.dtype, "dtype"),
         weights_dtype=float_dtype(model.weights_dtype, "weights_dtype"),
         precision=_precision(model.precision),

@@ -1,7 +1,8 @@
 """A counter-based generator for initial weights: each element hashes its own index, so any mesh gives the same bits.
 
-`jax.random`'s threefry is also independent of the mesh, but every draw adds its long unrolled rounds to the program:
-the initial weights of a small UNet then compile in half a minute instead of seconds.
+`jax.random`'s threefry is also independent of the mesh, but dear to compile and to run on a CPU, one program for each
+shape of a parameter: the initial weights of the full Stable Diffusion 1.5 took 98 s with it and 10 s with this, of its
+tiny twin 15 s and 3 s (two cores, eight virtual devices). `rbg` keys are faster still, but not the same on every mesh.
 """
 
 from __future__ import annotations

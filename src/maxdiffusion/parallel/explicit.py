@@ -18,7 +18,7 @@ from maxdiffusion.parallel.rules import axes_of
 @contextlib.contextmanager
 def scope(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
     """Puts `mesh` in place of an Explicit mesh that the caller has set with `jax.set_mesh`."""
-    if mesh is None or not _is_explicit(jax.sharding.get_abstract_mesh()):
+    if mesh is None or not is_explicit(jax.sharding.get_abstract_mesh()):
         yield
         return
     with jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
@@ -28,7 +28,7 @@ def scope(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
 def enter(x: Any, target: NamedSharding) -> Any:
     """`x` laid out as `target`, on whose Auto mesh it is from here on; its gradient goes back as `x` came."""
     given = jax.typeof(x).sharding
-    if _is_explicit(given.mesh):
+    if is_explicit(given.mesh):
         return _to_auto(target, given, x)
     return jax.lax.with_sharding_constraint(x, target)
 
@@ -42,7 +42,7 @@ def leave(mesh: Mesh | AbstractMesh, y: Any, like: Any) -> Any:
         like: an array of the caller; its spec is kept for the dimensions of `y` that it divides.
     """
     given = jax.typeof(like).sharding
-    if not _is_explicit(given.mesh) or _is_explicit(jax.typeof(y).sharding.mesh) or not isinstance(mesh, Mesh):
+    if not is_explicit(given.mesh) or is_explicit(jax.typeof(y).sharding.mesh) or not isinstance(mesh, Mesh):
         return y
     sizes = dict(zip(given.mesh.axis_names, given.mesh.axis_sizes, strict=True))
     padded = (*given.spec, *(None,) * y.ndim)[: y.ndim]
@@ -53,7 +53,8 @@ def leave(mesh: Mesh | AbstractMesh, y: Any, like: Any) -> Any:
     return _to_explicit(mesh, NamedSharding(given.mesh, P(*fits)), y)
 
 
-def _is_explicit(mesh: Any) -> bool:
+def is_explicit(mesh: Any) -> bool:
+    """Whether arrays on this abstract mesh carry their sharding in their type."""
     return not mesh.empty and AxisType.Explicit in mesh.axis_types
 
 

@@ -274,6 +274,18 @@ class Layout:
         with jax.set_mesh(self.mesh), nn.logical_axis_rules(usable), _rules_in_force(tuple(usable)):
             yield
 
+    def enter(self, x: T) -> T:
+        """`x` on this layout's Auto mesh: an array of an Explicit mesh changes its type, not its place.
+
+        Where the Explicit mesh has other axis names, the array is gathered.
+        """
+        given = jax.typeof(x).sharding
+        if not isinstance(self.mesh, Mesh) or not explicit.is_explicit(given.mesh):
+            return x
+        self._check_devices(x)
+        known = set(given.mesh.axis_names) <= set(self.mesh.axis_names)
+        return explicit.enter(x, NamedSharding(self.mesh, P(*given.spec) if known else P()))
+
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """Runs a model's body on the Auto mesh where the caller has set an Explicit one with `jax.set_mesh`."""
         return explicit.scope(self.mesh)

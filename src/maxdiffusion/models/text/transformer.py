@@ -14,7 +14,7 @@ from maxdiffusion.errors import UsageError
 from maxdiffusion.nn.attention import Attention
 from maxdiffusion.nn.feed_forward import FeedForward
 from maxdiffusion.nn.linear import Embed
-from maxdiffusion.nn.model import DiffusionModel
+from maxdiffusion.nn.model import DiffusionModel, at_border
 from maxdiffusion.nn.norms import LayerNorm
 from maxdiffusion.nn.parameters import lead_axes, parameter, uniform
 from maxdiffusion.nn.stack import apply_stack
@@ -92,6 +92,7 @@ class TextTransformer(DiffusionModel, kw_only=True):
         shape = (1, self.max_length)
         return {"ids": jax.ShapeDtypeStruct(shape, jnp.int32), "mask": jax.ShapeDtypeStruct(shape, jnp.bool_)}
 
+    @at_border
     @nn.compact
     def __call__(self, ids: Int[Array, "batch length"], mask: Bool[Array, "batch length"]) -> TextOutput:
         """States of a batch of texts.
@@ -110,30 +111,29 @@ class TextTransformer(DiffusionModel, kw_only=True):
             )
         runtime, layout = self.runtime, self.layout
         names = ("activation_batch", "activation_length", "activation_embed")
-        with layout.scope():
-            ids, mask = (layout.constrain(array, "activation_batch", "activation_length") for array in (ids, mask))
-            # The norms divide by the size of the embeddings, so their size sets how fast words move apart at first.
-            words = Embed(
-                num_embeddings=self.vocab_size,
-                features=self.width,
-                table_init=uniform(1, gain=0.5),
-                runtime=runtime,
-                name="words",
-            )(ids)
-            table = (self.max_length, self.width)
-            positions = parameter(self, "positions", uniform(1, gain=0.1), table, ("length", "embed"), runtime)
-            x = layout.constrain(words + lead_axes(positions[: ids.shape[1]], 3), *names)
-            x = apply_stack(
-                TextBlock,
-                x,
-                mask,
-                num_layers=self.num_layers,
-                name=TEXT_BLOCKS,
-                runtime=runtime,
-                attributes={"num_heads": self.num_heads, "runtime": runtime},
-            )
-            x = layout.constrain(LayerNorm(runtime=runtime, name="norm")(x), *names)
-            weight = mask[:, :, None].astype(jnp.float32)
-            count = jnp.maximum(jnp.sum(weight, axis=1), 1.0)
-            pooled = (jnp.sum(weight * x.astype(jnp.float32), axis=1) / count).astype(runtime.dtype)
-            return TextOutput(states=x, pooled=layout.constrain(pooled, "activation_batch", "activation_embed"))
+        ids, mask = (layout.constrain(array, "activation_batch", "activation_length") for array in (ids, mask))
+        # The norms divide by the size of the embeddings, so their size sets how fast words move apart at first.
+        words = Embed(
+            num_embeddings=self.vocab_size,
+            features=self.width,
+            table_init=uniform(1, gain=0.5),
+            runtime=runtime,
+            name="words",
+        )(ids)
+        table = (self.max_length, self.width)
+        positions = parameter(self, "positions", uniform(1, gain=0.1), table, ("length", "embed"), runtime)
+        x = layout.constrain(words + lead_axes(positions[: ids.shape[1]], 3), *names)
+        x = apply_stack(
+            TextBlock,
+            x,
+            mask,
+            num_layers=self.num_layers,
+            name=TEXT_BLOCKS,
+            runtime=runtime,
+            attributes={"num_heads": self.num_heads, "runtime": runtime},
+        )
+        x = layout.constrain(LayerNorm(runtime=runtime, name="norm")(x), *names)
+        weight = mask[:, :, None].astype(jnp.float32)
+        count = jnp.maximum(jnp.sum(weight, axis=1), 1.0)
+        pooled = (jnp.sum(weight * x.astype(jnp.float32), axis=1) / count).astype(runtime.dtype)
+        return TextOutput(states=x, pooled=layout.constrain(pooled, "activation_batch", "activation_embed"))
