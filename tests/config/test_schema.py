@@ -13,6 +13,7 @@ from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.config.schema import (
     DataSection,
     DiffusionSection,
+    ModelName,
     Recipe,
     RulePreset,
     SampleSection,
@@ -156,8 +157,10 @@ def test_names_agree_with_the_code_that_takes_them() -> None:
     from maxdiffusion.diffusion.prediction import PREDICTIONS
     from maxdiffusion.diffusion.solvers import SOLVERS
     from maxdiffusion.diffusion.timesteps import TIME_SAMPLERS
+    from maxdiffusion.models.registry import MODELS
     from maxdiffusion.parallel.rules import PRESETS
 
+    assert set(get_args(ModelName)) == set(MODELS)
     assert set(get_args(RulePreset)) == set(PRESETS)
     assert set(get_args(get_type_hints(SampleSection)["solver"])) == set(SOLVERS)
     assert set(get_args(get_type_hints(DiffusionSection)["timesteps"])) == set(TIME_SAMPLERS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +17,8 @@ from maxdiffusion.kernels.attention.flash_cpu import auto_block_sizes, flash_att
 from maxdiffusion.kernels.attention.reference import check_arguments, dot_product_attention
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.specs import AttentionSpec
+
+log = logging.getLogger(__name__)
 
 _Q = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
 _KV = ("activation_batch", "activation_kv_length", "activation_heads", "activation_kv")
@@ -143,12 +147,19 @@ def attention(
     def kernel(q: Array, k: Array, v: Array, mask: Array | None = None) -> Array:
         return flash_attention(q, k, v, mask=mask, block_sizes=choice.block_sizes, precision=precision)
 
+    if layout.platform != "cpu":
+        _say_once(f"attention: {choice.reason}")
     args = [layout.constrain(x, *names) for x, names in ((q, _Q_LOCAL), (k, _KV_LOCAL), (v, _KV_LOCAL))]
     names = [_Q_LOCAL, _KV_LOCAL, _KV_LOCAL]
     if mask is not None:
         args.append(layout.constrain(mask, *_MASK_LOCAL))
         names.append(_MASK_LOCAL)
     return layout.local(kernel, names, _Q_LOCAL)(*args)
+
+
+@functools.lru_cache(maxsize=256)
+def _say_once(text: str) -> None:
+    log.warning(text)
 
 
 def _per_device(q_shape: Sequence[int], layout: Layout) -> tuple[int, int, int]:
