@@ -77,7 +77,7 @@ def make_subject(mesh: Mesh, section: TrainSection | None = None, **values: Any)
         caption_dropout=section.caption_dropout,
         empty=tuple(int(word) for word in tokenizer.encode([""])[0][0]),
     )
-    shapes = state_shapes(text_to_image.model, rule, layout, keeps_ema=section.ema_decay > 0)
+    shapes = state_shapes(text_to_image.model, rule, keeps_ema=section.ema_decay > 0)
     feed = make_feed(layout, tokenizer, batch_size=section.batch_size)
     examples = feed.shapes(section.batch_size, text_to_image.image_shape)
     step = train_step(objective, rule, shapes=shapes, examples=examples, ema_decay=section.ema_decay)

@@ -21,7 +21,6 @@ import orbax.checkpoint as ocp
 
 from maxdiffusion.errors import UsageError
 from maxdiffusion.nn.model import DiffusionModel
-from maxdiffusion.parallel.layout import Layout
 
 TOKENIZER = "tokenizer.json"
 METRICS = "metrics.jsonl"
@@ -55,21 +54,20 @@ def parts(run: str | Path, step: int) -> set[str]:
     return {entry.name for entry in (Path(run) / CHECKPOINTS / str(step)).iterdir() if entry.is_dir()}
 
 
-def weight_shapes(model: DiffusionModel, layout: Layout) -> Any:
+def weight_shapes(model: DiffusionModel) -> Any:
     """The float32 weights as `jax.ShapeDtypeStruct`s with their shardings; nothing is allocated.
 
     Args:
-        model: whose weights.
-        layout: where they live; a strict one refuses what is not sharded as the rules wish.
+        model: whose weights; its layout says where they live.
 
     Raises:
-        RuleError: a strict layout's wish is not met.
+        RuleError: under `strict`, a weight is not sharded as the rules wish.
     """
     shapes, names = model.abstract_params()
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding),
         shapes,
-        layout.shardings(shapes, names),
+        model.layout.shardings(shapes, names),
     )
 
 

@@ -195,6 +195,7 @@ def text_to_image_of(recipe: Recipe, *, mesh: Mesh | None, vocab_size: int, max_
             "precision": recipe.precision,
             "remat_policy": recipe.remat_policy,
             "scan_layers": recipe.scan_layers,
+            "strict": recipe.strict,
         }
     )
     assert isinstance(model, Pictures)

@@ -21,7 +21,6 @@ from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.errors import UsageError
 from maxdiffusion.models.run_folder import TOKENIZER, latest_step, read_weights, weight_shapes
 from maxdiffusion.models.text_to_image import sampler, text_to_image_of
-from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.mesh import build_mesh
 
 GENERATED = "generated"
@@ -84,7 +83,7 @@ def generate(
     texts = tokenizer.encode([prompt for prompt in prompts for _ in range(num_images)])
     mesh = build_mesh(recipe.mesh_spec)
     subject = text_to_image_of(recipe, mesh=mesh, vocab_size=tokenizer.vocab_size, max_length=tokenizer.max_length)
-    params, step = read_weights(run, weight_shapes(subject.model, Layout.of(mesh, recipe.rules, strict=recipe.strict)))
+    params, step = read_weights(run, weight_shapes(subject.model))
     indices = np.tile(np.arange(num_images), len(prompts))
     draw = sampler(subject, recipe.sample)
     pixels = to_pixels(draw(params, texts, tokenizer.encode([""]), seed=seed, indices=indices))

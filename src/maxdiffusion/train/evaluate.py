@@ -29,7 +29,6 @@ from maxdiffusion.errors import UsageError
 from maxdiffusion.models.run_folder import SAMPLES, TOKENIZER, read_weights, weight_shapes
 from maxdiffusion.models.text_to_image import batch_divisor, sampler, text_to_image_of
 from maxdiffusion.nn.model import float_dtype
-from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.mesh import build_mesh
 from maxdiffusion.train.feed import held_out_source, make_feed
 from maxdiffusion.train.progress import Reporter
@@ -185,9 +184,7 @@ def evaluate_run(run: str | Path, *, recipe: Recipe | None = None, num_seeds: in
     tokenizer = WordTokenizer.load(folder / TOKENIZER)
     mesh = build_mesh(recipe.mesh_spec)
     subject = text_to_image_of(recipe, mesh=mesh, vocab_size=tokenizer.vocab_size, max_length=tokenizer.max_length)
-    params, step = read_weights(
-        folder, weight_shapes(subject.model, Layout.of(mesh, recipe.rules, strict=recipe.strict))
-    )
+    params, step = read_weights(folder, weight_shapes(subject.model))
     objective = Objective(
         text_to_image=subject,
         times=get_time_sampler(recipe.diffusion.timesteps),

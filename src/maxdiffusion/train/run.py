@@ -18,7 +18,6 @@ from maxdiffusion.diffusion.timesteps import get_time_sampler
 from maxdiffusion.models.run_folder import METRICS, SAMPLES, TOKENIZER
 from maxdiffusion.models.text_to_image import TextToImage, sampler, text_to_image_of
 from maxdiffusion.nn.model import float_dtype
-from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.mesh import build_mesh, describe
 from maxdiffusion.train.checkpoint import Checkpoints, open_run, write_run
 from maxdiffusion.train.evaluate import HeldOutLoss
@@ -78,13 +77,12 @@ def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
     reporter = Reporter()
     folder, done = open_run(recipe, resume=recipe.resume if resume is None else resume)
     mesh = build_mesh(recipe.mesh_spec)
-    layout = Layout.of(mesh, recipe.rules, strict=recipe.strict)
     source = training_source(recipe.data)
     tokenizer = WordTokenizer.load(folder / TOKENIZER) if done else learn_words(captions_of(source))
     subject = text_to_image_of(recipe, mesh=mesh, vocab_size=tokenizer.vocab_size, max_length=tokenizer.max_length)
-    section, rule = recipe.train, optimizer(recipe.train)
+    section, rule, layout = recipe.train, optimizer(recipe.train), subject.layout
     feed = make_feed(layout, tokenizer, batch_size=section.batch_size, data_sharding=recipe.data_sharding)
-    shapes = state_shapes(subject.model, rule, layout, keeps_ema=section.ema_decay > 0)
+    shapes = state_shapes(subject.model, rule, keeps_ema=section.ema_decay > 0)
     grid = _grid(recipe, subject, tokenizer, source)
     write_run(folder, recipe, tokenizer)
     checkpoints = Checkpoints(folder)

@@ -13,7 +13,6 @@ from jaxtyping import Array, Int, Key
 
 from maxdiffusion.models.run_folder import weight_shapes
 from maxdiffusion.nn.model import DiffusionModel
-from maxdiffusion.parallel.layout import Layout
 
 
 @struct.dataclass
@@ -35,23 +34,20 @@ class TrainState:
     key: Key[Array, ""]
 
 
-def state_shapes(
-    model: DiffusionModel, optimizer: optax.GradientTransformation, layout: Layout, *, keeps_ema: bool
-) -> TrainState:
+def state_shapes(model: DiffusionModel, optimizer: optax.GradientTransformation, *, keeps_ema: bool) -> TrainState:
     """The state as `jax.ShapeDtypeStruct`s with their shardings; nothing is allocated.
 
     Args:
-        model: made with float32 weights.
+        model: made with float32 weights; its layout says where they live.
         optimizer: its state is laid out as the weights that it belongs to.
-        layout: where weights live; a strict one refuses what is not sharded as the rules wish.
         keeps_ema: whether averaged weights are kept.
 
     Raises:
-        RuleError: a strict layout's wish is not met.
+        RuleError: under `strict`, a weight is not sharded as the rules wish.
     """
-    assert isinstance(layout.mesh, Mesh), "training always has a mesh, of one device or more"
-    replicated = NamedSharding(layout.mesh, PartitionSpec())
-    params = weight_shapes(model, layout)
+    assert isinstance(model.layout.mesh, Mesh), "training always has a mesh, of one device or more"
+    replicated = NamedSharding(model.layout.mesh, PartitionSpec())
+    params = weight_shapes(model)
 
     def scalar(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
