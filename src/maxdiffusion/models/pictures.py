@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from maxdiffusion.errors import UsageError, nearest
 from maxdiffusion.models.spec import ModelSpec
@@ -22,8 +23,9 @@ class Pictures(DiffusionModel, kw_only=True):
     """Text to image in pixel space; its parameters are {"text": ..., "unet": ...}.
 
     `fold` x `fold` pixels become one position with `fold ** 2` times the channels, so that the network spends its work
-    on positions that differ. The words reach the UNet twice: their states by cross-attention at the coarse levels, and
-    their mean as a vector added to the time embedding (`class_embed_type="projection"`).
+    on positions that differ. Beside the pixels it is told where each position lies (Liu et al. 2018, CoordConv). The
+    words reach it twice: their states by cross-attention, and one vector for all of them beside the time embedding
+    (`class_embed_type="projection"`), which scales and shifts every residual block.
 
     Execution keywords (`mesh`, `dtype`, ...) are those of `DiffusionModel`.
 
@@ -31,6 +33,8 @@ class Pictures(DiffusionModel, kw_only=True):
         image_size: height and width that the model is trained for, in pixels; other sizes that fold can be run.
         image_channels: 3 for RGB.
         fold: pixels a position, in each direction.
+        position_waves: octaves of sines and cosines of row and column that tell positions, beside row and column
+            themselves; 0 tells nothing.
         block_out_channels: channels of each level of the UNet, finest first.
         attention_levels: whether each level has attention; the middle always has.
         layers_per_block: residual blocks of each level on the way down (one more on the way up).
@@ -46,6 +50,7 @@ class Pictures(DiffusionModel, kw_only=True):
     image_size: int = 64
     image_channels: int = 3
     fold: int = 2
+    position_waves: int = 3
     block_out_channels: Sequence[int] = (128, 256, 384)
     attention_levels: Sequence[bool] = (False, True, True)
     layers_per_block: int = 2
@@ -88,6 +93,8 @@ class Pictures(DiffusionModel, kw_only=True):
             )
         if self.fold < 1:
             raise UsageError(f"fold={self.fold}: write 1 (no folding) or more pixels")
+        if self.position_waves < 0:
+            raise UsageError(f"position_waves={self.position_waves}: write 0 (none) or more octaves")
         if self.image_size % self.fold:
             raise UsageError(f"image_size={self.image_size} does not divide by fold={self.fold}: choose a multiple")
         for level, channels in enumerate(self.block_out_channels):
@@ -115,7 +122,7 @@ class Pictures(DiffusionModel, kw_only=True):
         channels = self.image_channels * self.fold**2
         self.unet = FlaxUNet2DConditionModel(
             sample_size=self.image_size // self.fold,
-            in_channels=channels,
+            in_channels=channels + position_channels(2, 2, self.position_waves).shape[0],
             out_channels=channels,
             block_out_channels=self.block_out_channels,
             down_block_types=tuple(_kind("Down", attends) for attends in self.attention_levels),
@@ -123,6 +130,7 @@ class Pictures(DiffusionModel, kw_only=True):
             layers_per_block=self.layers_per_block,
             num_attention_heads=tuple(channels // self.head_dim for channels in self.block_out_channels),
             norm_num_groups=self.norm_num_groups,
+            resnet_time_scale_shift="scale_shift",
             cross_attention_dim=self.text_width,
             class_embed_type="projection",
             projection_class_embeddings_input_dim=self.text_width,
@@ -187,14 +195,33 @@ class Pictures(DiffusionModel, kw_only=True):
         if height % self.fold or width % self.fold:
             raise UsageError(f"pictures of {height} x {width} pixels do not fold: give multiples of fold={self.fold}")
         folded = rearrange(images, "b (h p) (w q) c -> b (p q c) h w", p=self.fold, q=self.fold)
+        places = jnp.asarray(position_channels(*folded.shape[2:], self.position_waves), folded.dtype)
+        places = jnp.broadcast_to(places[None], (folded.shape[0], *places.shape))
         output = self.unet(
-            folded,
+            jnp.concatenate([folded, places], axis=1),
             timesteps,
             text.states,
             class_labels=text.pooled,
             encoder_attention_mask=mask,
         ).sample
         return rearrange(output, "b (p q c) h w -> b (h p) (w q) c", p=self.fold, q=self.fold)
+
+
+def position_channels(height: int, width: int, num_waves: int) -> Float32[np.ndarray, "channels height width"]:
+    """Row and column from -1 to 1, and sines and cosines of both with periods of 4, 2, 1, ...; all made on the host.
+
+    Args:
+        height: rows of positions.
+        width: columns of positions.
+        num_waves: octaves; 0 gives no channel at all.
+    """
+    if num_waves == 0:
+        return np.zeros((0, height, width), np.float32)
+    ends = [np.linspace(-1, 1, size) if size > 1 else np.zeros(1) for size in (height, width)]
+    axes = np.stack(np.meshgrid(*ends, indexing="ij"))
+    phases = [2.0**octave * np.pi / 2 * axes for octave in range(num_waves)]
+    waves = [wave(phase) for phase in phases for wave in (np.sin, np.cos)]
+    return np.concatenate([axes, *waves]).astype(np.float32)
 
 
 def _kind(way: str, attends: bool) -> str:

@@ -30,7 +30,8 @@ class TextOutput:
 
     Attributes:
         states: (batch, length, width), in the model's dtype; what stands at padding means nothing.
-        pooled: (batch, width), the mean of the states that are no padding, in the model's dtype.
+        pooled: (batch, width), the sum of the states that are no padding over the square root of their number, in the
+            model's dtype.
     """
 
     states: Array
@@ -135,5 +136,6 @@ class TextTransformer(DiffusionModel, kw_only=True):
         x = layout.constrain(LayerNorm(runtime=runtime, name="norm")(x), *names)
         weight = mask[:, :, None].astype(jnp.float32)
         count = jnp.maximum(jnp.sum(weight, axis=1), 1.0)
-        pooled = (jnp.sum(weight * x.astype(jnp.float32), axis=1) / count).astype(runtime.dtype)
+        # Not the mean: one word that differs should count as much in a long caption as in a short one, nearly.
+        pooled = (jnp.sum(weight * x.astype(jnp.float32), axis=1) * jax.lax.rsqrt(count)).astype(runtime.dtype)
         return TextOutput(states=x, pooled=layout.constrain(pooled, "activation_batch", "activation_embed"))
