@@ -20,8 +20,10 @@ from maxdiffusion.diffusion.timesteps import Uniform
 from maxdiffusion.models.text_to_image import text_to_image_of
 from maxdiffusion.train.feed import Feed, learn_words, make_feed
 from maxdiffusion.train.optim import optimizer
+from maxdiffusion.train.run import TrainResult, train
 from maxdiffusion.train.state import TrainState, initial_state, state_shapes
 from maxdiffusion.train.step import Objective, Step, train_step
+from tests.train.runs import run_recipe
 
 # Four channels a group at least: with one, the network has leaves whose true gradient is zero, and Adam turns their
 # rounding into steps.
@@ -106,3 +108,9 @@ def one_device() -> Mesh:
 def subject_on() -> Callable[..., Subject]:
     """Makes the tiny training on a mesh."""
     return make_subject
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
+    """A tiny run of six steps, on the mesh of the demonstration."""
+    return train(run_recipe(tmp_path_factory.mktemp("runs") / "tiny"))

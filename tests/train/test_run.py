@@ -1,15 +1,25 @@
-"""A training is the same on every mesh."""
+"""A training is the same on every mesh, leaves a run that can be used, and goes on where it stopped."""
 
 from __future__ import annotations
+
+import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+import maxdiffusion
+from maxdiffusion.config.load import load_run
+from maxdiffusion.data.png import read_text
+from maxdiffusion.errors import UsageError
+from maxdiffusion.models.run_folder import checkpoint_steps
 from maxdiffusion.parallel.mesh import build_mesh
 from maxdiffusion.specs import MeshSpec
+from maxdiffusion.train.run import TrainResult, train
 from tests.train.conftest import losses_of, make_subject
+from tests.train.runs import read_lines, run_recipe
 
 STEPS = 20
 MESHES = {
@@ -36,3 +46,59 @@ def test_the_losses_fall(alone: np.ndarray) -> None:
 def test_loss_curves_are_equal_on_every_mesh(name: str, alone: np.ndarray) -> None:
     # The bound of the specification, in float32 over 20 steps.
     np.testing.assert_allclose(losses_of(make_subject(MESHES[name]()), STEPS), alone, rtol=1e-5)
+
+
+def test_a_run_has_everything_in_its_folder(trained: TrainResult) -> None:
+    assert (trained.step, trained.interrupted) == (6, False)
+    assert checkpoint_steps(trained.run) == [3, 6]
+    lines = read_lines(trained.run / "metrics.jsonl")
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == 6
+    np.testing.assert_allclose(trained.loss, np.mean(losses), rtol=1e-6)
+    assert [sorted(line) for line in lines if "held_out_loss" in line] == [
+        ["held_out_loss", "step", "unconditional_loss"]
+    ]
+    assert trained.samples == trained.run / "samples" / "step-000006.png"
+    text = read_text(trained.samples)
+    assert text["prompts"] == "a red apple, flat style\na fox, noto style"
+    assert (text["step"], text["steps"]) == ("6", "2")
+    assert load_run(trained.run).recipe == run_recipe(trained.run)
+    assert trained.compile_seconds > 0 and trained.images_per_second > 0
+
+
+def test_a_run_goes_on_exactly_where_it_was_killed(trained: TrainResult, tmp_path: Path) -> None:
+    folder = tmp_path / "killed"
+    shutil.copytree(trained.run, folder)
+    shutil.rmtree(folder / "checkpoints" / "6")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')
+    resumed = maxdiffusion.train(run_recipe(folder, "resume=true"))  # type: ignore[operator]
+    assert resumed.step == 6
+
+    def losses(run: Path) -> dict[int, float]:
+        return {line["step"]: line["loss"] for line in read_lines(run / "metrics.jsonl") if "loss" in line}
+
+    assert losses(folder) == losses(trained.run)
+
+
+def test_a_run_that_is_there_is_not_touched(trained: TrainResult) -> None:
+    before = {path: path.stat().st_mtime_ns for path in trained.run.rglob("*")}
+    with pytest.raises(UsageError, match=r"is there already, trained to step 6: go on with resume=true"):
+        train(run_recipe(trained.run))
+    assert before == {path: path.stat().st_mtime_ns for path in trained.run.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("train.batch_size=6", "train.batch_size=6 does not divide by the 4 devices"),
+        ("model_config.image_size=16", "model_config.image_size follows from data.size"),
+        ("model_config.fould=2", "'fould' is no keyword of the model pictures: did you mean 'fold'"),
+        ("diffusion.prediction=epsilon", "prediction 'epsilon' does not determine the data"),
+        ("model=sd15", "model=sd15 cannot be trained or sampled from here yet: write model=pictures"),
+    ],
+)
+def test_what_cannot_work_is_told_before_anything_is_written(word: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=told):
+        train(run_recipe(tmp_path / "run", word))
+    assert not (tmp_path / "run").exists()

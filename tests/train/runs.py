@@ -1,0 +1,41 @@
+"""A tiny run, trained once for every test that needs one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from maxdiffusion.config.load import load_recipe
+from maxdiffusion.config.schema import Recipe
+
+WORDS = (
+    "mesh=data=4,tensor=2",
+    "virtual_devices=null",
+    "precision=highest",
+    "data.size=8",
+    "data.concepts=[red apple, green apple, lemon, fox, banana, rocket, frog, sunflower, dog face, rose, key]",
+    "model_config={block_out_channels: [16], attention_levels: [false], layers_per_block: 1, head_dim: 8, "
+    "norm_num_groups: 4, text_width: 16, text_layers: 1, text_heads: 2}",
+    "train.steps=6",
+    "train.batch_size=8",
+    "train.warmup_steps=2",
+    "train.log_every=1",
+    "train.sample_every=6",
+    "train.eval_every=6",
+    "train.checkpoint_every=3",
+    "sample.steps=2",
+    'sample.prompts=["a red apple, flat style", "a fox, noto style"]',
+    "sample.num_per_prompt=2",
+)
+
+
+def run_recipe(folder: Path, *words: str) -> Recipe:
+    """The recipe of the tiny run, from the recipe of the demonstration."""
+    return load_recipe("pictures-demo", [*WORDS, f"run={folder}", *words]).recipe
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file."""
+    import json
+
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
