@@ -29,7 +29,7 @@ def test_a_file_that_is_there_is_kept(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot write .*choose another folder"):
+    with pytest.raises(UsageError, match=r"cannot write .*choose another folder"):
         write_png(tmp_path / "file" / "a.png", np.zeros((2, 2, 3), np.uint8), {})
 
 

@@ -195,7 +195,9 @@ class Pictures(DiffusionModel, kw_only=True):
         if height % self.fold or width % self.fold:
             raise UsageError(f"pictures of {height} x {width} pixels do not fold: give multiples of fold={self.fold}")
         folded = rearrange(images, "b (h p) (w q) c -> b (p q c) h w", p=self.fold, q=self.fold)
-        places = jnp.asarray(position_channels(*folded.shape[2:], self.position_waves), folded.dtype)
+        places = jnp.asarray(
+            position_channels(height // self.fold, width // self.fold, self.position_waves), folded.dtype
+        )
         places = jnp.broadcast_to(places[None], (folded.shape[0], *places.shape))
         output = self.unet(
             jnp.concatenate([folded, places], axis=1),
