@@ -25,6 +25,7 @@ from maxdiffusion.diffusion.solvers import get_solver
 from maxdiffusion.errors import UsageError
 from maxdiffusion.models.pictures import Pictures
 from maxdiffusion.models.registry import MODELS, lookup
+from maxdiffusion.nn.model import float_dtype
 from maxdiffusion.parallel.layout import Layout
 
 LARGEST_BATCH = 128
@@ -40,23 +41,32 @@ class TextToImage:
         process: how noise is mixed in.
         prediction: what the network predicts.
         image_shape: height, width and channels of a picture.
+        weights_dtype: dtype that weights are rounded to where they are used, in training and in sampling alike.
     """
 
     model: Pictures
     process: Process
     prediction: Prediction
     image_shape: tuple[int, int, int]
+    weights_dtype: Any = jnp.float32
 
     @property
     def layout(self) -> Layout:
         """Where every array lives."""
         return self.model.layout
 
+    def used(self, params: Any) -> Any:
+        """The weights as the network uses them, from float32 ones."""
+        dtype = jnp.dtype(self.weights_dtype)
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
     def denoiser(self, params: Any) -> Denoiser:
         """The network with these parameters; its condition is (text, mask), the text encoded or as word ids.
 
         Word ids are encoded in the call, as training needs it; sampling encodes once and hands the `TextOutput` on.
         """
+
+        params = self.used(params)
 
         def denoise(cache: CacheState, x: Array, timestep: Array, cond: Any) -> tuple[CacheState, Array]:
             text, mask = cond
@@ -141,8 +151,10 @@ def sampler(text_to_image: TextToImage, section: SampleSection) -> Sampler:
     replicated = NamedSharding(mesh, PartitionSpec()) if isinstance(mesh, Mesh) else None
 
     def draw(params: Any, ids: Array, mask: Array, empty: Array, empty_mask: Array, key: Array, index: Array) -> Array:
+        used = text_to_image.used(params)
+
         def condition(ids: Array, mask: Array) -> Any:
-            return text_to_image.model.apply({"params": params}, ids, mask, method="encode"), mask
+            return text_to_image.model.apply({"params": used}, ids, mask, method="encode"), mask
 
         # The empty text is encoded once a row: a batch of one would not divide over the mesh.
         negative = (jnp.broadcast_to(empty, ids.shape), jnp.broadcast_to(empty_mask, mask.shape))
@@ -206,6 +218,7 @@ def text_to_image_of(recipe: Recipe, *, mesh: Mesh | None, vocab_size: int, max_
         process=process,
         prediction=recipe.diffusion.prediction,
         image_shape=(size, size, model.image_channels),
+        weights_dtype=float_dtype(recipe.weights_dtype, "weights_dtype"),
     )
 
 

@@ -28,7 +28,6 @@ from maxdiffusion.diffusion.timesteps import Uniform, get_time_sampler
 from maxdiffusion.errors import UsageError
 from maxdiffusion.models.run_folder import SAMPLES, TOKENIZER, read_weights, weight_shapes
 from maxdiffusion.models.text_to_image import batch_divisor, sampler, text_to_image_of
-from maxdiffusion.nn.model import float_dtype
 from maxdiffusion.parallel.mesh import build_mesh
 from maxdiffusion.train.feed import held_out_source, make_feed
 from maxdiffusion.train.progress import Reporter
@@ -190,7 +189,6 @@ def evaluate_run(run: str | Path, *, recipe: Recipe | None = None, num_seeds: in
         times=get_time_sampler(recipe.diffusion.timesteps),
         caption_dropout=0.0,
         empty=tuple(int(word) for word in tokenizer.encode([""])[0][0]),
-        weights_dtype=float_dtype(recipe.weights_dtype, "weights_dtype"),
     )
     with reporter.phase(f"losses on {len(source)} held-out pairs"):
         losses = HeldOutLoss(objective, tokenizer, source, seed=recipe.seed)(params)
@@ -275,6 +273,7 @@ def _written(result: EvaluateResult, made: np.ndarray, source: Pictures) -> Eval
     rows = [source.images[shown], *np.moveaxis(made[shown][:, :4], 1, 0)]
     text = {"captions": "\n".join(source.captions[index] for index in shown), "step": result.step}
     write_png(result.pictures, picture_grid(np.stack(rows)), text)
-    plain = json.dumps(dataclasses.asdict(result), default=str, indent=1)
-    (result.run / f"{EVALUATION}.json").write_text(plain + "\n", encoding="utf-8")
+    # JSON has no infinities: the interval of a single pair becomes null.
+    plain = json.loads(json.dumps(dataclasses.asdict(result), default=str), parse_constant=lambda _: None)
+    (result.run / f"{EVALUATION}.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
     return result

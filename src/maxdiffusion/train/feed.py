@@ -13,7 +13,7 @@ from jaxtyping import Array
 from maxdiffusion.config.schema import DataSection
 from maxdiffusion.data.batches import Batch
 from maxdiffusion.data.folder import folder
-from maxdiffusion.data.pictures import STYLES, Pictures, Split, pictures
+from maxdiffusion.data.pictures import Pictures, Split, pictures
 from maxdiffusion.data.source import Source
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.errors import UsageError
@@ -49,7 +49,7 @@ def held_out_source(section: DataSection) -> Pictures | None:
 
 def built_in(section: DataSection, split: Split) -> Pictures:
     """The built-in pictures that the section selects, of one split."""
-    return pictures(section.concepts or "all", styles=section.styles or STYLES, size=section.size, split=split)
+    return pictures(section.concepts, styles=section.styles, size=section.size, split=split)
 
 
 def captions_of(source: Source) -> list[str]:

@@ -17,7 +17,6 @@ from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.diffusion.timesteps import get_time_sampler
 from maxdiffusion.models.run_folder import METRICS, SAMPLES, TOKENIZER
 from maxdiffusion.models.text_to_image import TextToImage, sampler, text_to_image_of
-from maxdiffusion.nn.model import float_dtype
 from maxdiffusion.parallel.mesh import build_mesh, describe
 from maxdiffusion.train.checkpoint import Checkpoints, open_run, write_run
 from maxdiffusion.train.evaluate import HeldOutLoss
@@ -99,7 +98,6 @@ def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
         times=get_time_sampler(recipe.diffusion.timesteps),
         caption_dropout=section.caption_dropout,
         empty=tuple(int(word) for word in tokenizer.encode([""])[0][0]),
-        weights_dtype=float_dtype(recipe.weights_dtype, "weights_dtype"),
     )
     examples = feed.shapes(section.batch_size, subject.image_shape)
     step = train_step(objective, rule, shapes=shapes, examples=examples, ema_decay=section.ema_decay)

@@ -60,14 +60,12 @@ class Objective:
         times: draws the times of training.
         caption_dropout: share of samples whose caption becomes the empty text.
         empty: ids of the empty text; its mask is True on the first id alone.
-        weights_dtype: dtype that weights are rounded to where they are used.
     """
 
     text_to_image: TextToImage
     times: TimeSampler
     caption_dropout: float
     empty: tuple[int, ...]
-    weights_dtype: Any = jnp.float32
 
     def losses(
         self, params: Any, examples: Examples, key: Key[Array, ""], step: Int[Array, ""]
@@ -81,8 +79,6 @@ class Objective:
             step: of training; with the sample's index it decides noise, time and dropped caption.
         """
         subject = self.text_to_image
-        dtype = jnp.dtype(self.weights_dtype)
-        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
         keys = sample_keys(stream(key, "caption"), examples.index, step=step)
         drop = jax.vmap(lambda one: jax.random.bernoulli(one, self.caption_dropout))(keys)[:, None]
         ids = jnp.where(drop, jnp.asarray([self.empty], examples.ids.dtype), examples.ids)
