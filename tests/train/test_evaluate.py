@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from maxdiffusion.train.evaluate import clustered_interval, nearest_is_own, thumbnails, wilson_interval
+from maxdiffusion.config.load import load_run
+from maxdiffusion.errors import UsageError
+from maxdiffusion.train.evaluate import (
+    clustered_interval,
+    evaluate_run,
+    nearest_is_own,
+    thumbnails,
+    wilson_interval,
+)
+from maxdiffusion.train.run import TrainResult
+from tests.train.runs import read_lines
 
 
 def test_thumbnails_are_means_of_areas() -> None:
@@ -56,3 +69,27 @@ def test_the_interval_holds_as_often_as_it_says(spread: float) -> None:
         held += low <= 0.3 <= high
     # Three standard deviations of a share of 0.95 among 400 are 3.3 %.
     assert held / 400 > 0.95 - 0.033
+
+
+def test_a_run_is_measured_and_the_figures_are_kept(trained: TrainResult) -> None:
+    result = evaluate_run(trained.run, num_seeds=2)
+    assert (result.step, result.held_out_pairs, result.seeds) == (6, 5, 2)
+    assert result.chance == 1 / 5
+    assert result.retrieval_interval[0] <= result.retrieval <= result.retrieval_interval[1]
+    assert result.samples == trained.samples
+    assert result.pictures.is_file()
+    kept = json.loads((trained.run / "evaluation.json").read_text())
+    assert kept["held_out_loss"] == result.held_out_loss
+    # The same losses as the training measured at its last step, with the same noise.
+    (line,) = [line for line in read_lines(trained.run / "metrics.jsonl") if "held_out_loss" in line]
+    np.testing.assert_allclose(
+        (result.held_out_loss, result.unconditional_loss),
+        (line["held_out_loss"], line["unconditional_loss"]),
+        rtol=1e-5,
+    )
+
+
+def test_a_run_without_held_out_pairs_is_refused(trained: TrainResult) -> None:
+    recipe = load_run(trained.run, ["data.split=all"]).recipe
+    with pytest.raises(UsageError, match=r"holds no \(concept, style\) pairs out"):
+        evaluate_run(Path(trained.run), recipe=recipe)

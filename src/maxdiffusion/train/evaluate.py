@@ -216,7 +216,7 @@ def evaluate_run(run: str | Path, *, recipe: Recipe | None = None, num_seeds: in
         learned=losses.gain_interval[0] > 0 and interval[0] > chance,
         seconds=time.perf_counter() - began,
         pictures=folder / f"{EVALUATION}.png",
-        samples=max((folder / SAMPLES).glob("*.png"), default=None),
+        samples=max((folder / SAMPLES).glob("*.png"), key=lambda path: path.stat().st_mtime_ns, default=None),
     )
     return _written(result, made, source) if jax.process_index() == 0 else result
 

@@ -113,7 +113,13 @@ def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
             pictures.append(grid.draw(sampling_weights(state), folder / SAMPLES / f"step-{number:06}.png", number))
 
     held_out = held_out_source(recipe.data)
-    measure = None if held_out is None else HeldOutLoss(objective, tokenizer, held_out, seed=recipe.seed)
+    held_out_loss = None if held_out is None else HeldOutLoss(objective, tokenizer, held_out, seed=recipe.seed)
+
+    def measure(state: TrainState) -> dict[str, float]:
+        assert held_out_loss is not None
+        with reporter.phase(f"held-out losses of step {int(state.step)}"):
+            return held_out_loss(sampling_weights(state)).as_metrics()
+
     loop = Loop(
         section=section,
         step=compiled,
@@ -129,7 +135,7 @@ def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
         metrics=MetricsFile(folder / METRICS, resume_step=done),
         checkpoints=checkpoints,
         on_sample=draw,
-        on_evaluate=None if measure is None else lambda state: measure(sampling_weights(state)).as_metrics(),
+        on_evaluate=None if held_out_loss is None else measure,
     )
     outcome = loop.run(state)
     checkpoints.close()

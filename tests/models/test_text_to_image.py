@@ -1,0 +1,57 @@
+"""A recipe becomes a process and a sampler; guidance of 1 is no guidance."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from maxdiffusion.config.schema import DiffusionSection, SampleSection
+from maxdiffusion.data.tokenizer import WordTokenizer
+from maxdiffusion.diffusion.process import FlowMatching, VariancePreserving
+from maxdiffusion.errors import UsageError
+from maxdiffusion.models.text_to_image import batch_divisor, process_of, sampler, text_to_image_of
+from maxdiffusion.parallel.layout import Layout
+from tests.train.conftest import tiny_recipe
+
+TOKENIZER = WordTokenizer.train(["a red apple, flat style", "a fox"], max_length=8)
+
+
+def test_the_process_of_a_recipe() -> None:
+    assert process_of(DiffusionSection(shift=3.0)) == FlowMatching(shift=3.0)
+    section = DiffusionSection(process="vp", prediction="v_prediction", zero_terminal_snr=True)
+    assert process_of(section) == VariancePreserving(zero_terminal_snr=True)
+
+
+def test_a_batch_is_shared_by_the_axes_of_its_rule(data_model: Mesh, fsdp_tensor: Mesh) -> None:
+    assert batch_divisor(Layout.of(None)) == 1
+    assert batch_divisor(Layout.of(data_model)) == 4
+    assert batch_divisor(Layout.of(fsdp_tensor)) == 4
+    assert batch_divisor(Layout.of(data_model, "dp")) == 8
+
+
+def test_what_follows_from_the_data_cannot_be_set() -> None:
+    recipe = tiny_recipe(model_config={"vocab_size": 7})
+    with pytest.raises(UsageError, match="vocab_size follows from the captions"):
+        text_to_image_of(recipe, mesh=None, vocab_size=20, max_length=8)
+
+
+@pytest.mark.parametrize("process", ["flow", "vp"])
+def test_guidance_moves_away_from_the_empty_text(process: str) -> None:
+    """Scale 1 needs no empty text, scale 0 needs no other, and between them guidance is linear in one step."""
+    recipe = tiny_recipe(
+        data={"size": 8}, diffusion={"process": process, "prediction": "sample" if process == "vp" else "velocity"}
+    )
+    subject = text_to_image_of(recipe, mesh=None, vocab_size=TOKENIZER.vocab_size, max_length=8)
+    params = subject.model.init_weights(jax.random.key(0))
+    texts, empty = TOKENIZER.encode(["a fox", "a red apple"]), TOKENIZER.encode([""])
+
+    def draw(scale: float, texts: tuple) -> np.ndarray:
+        section = SampleSection(steps=1, guidance_scale=scale)
+        return sampler(subject, section)(params, texts, empty, seed=0, indices=np.arange(2))
+
+    alone, without, guided = draw(1.0, texts), draw(0.0, texts), draw(3.0, texts)
+    np.testing.assert_allclose(guided, without + 3 * (alone - without), atol=2e-5)
+    np.testing.assert_allclose(without, draw(1.0, tuple(np.repeat(array, 2, axis=0) for array in empty)), atol=2e-5)
+    assert np.abs(alone - without).max() > 1e-4
