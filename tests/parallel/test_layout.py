@@ -241,3 +241,26 @@ def test_context_gives_flax_constraints_mesh_and_rules(data_model):
         assert block(x).sharding.spec == P("model", None, "data")
     with pytest.raises(MeshError, match="needs devices"), Layout.of(None).context():
         pass
+
+
+def test_only_unmet_wishes_are_said(devices, caplog):
+    shapes, names = {"w": jax.ShapeDtypeStruct((6, 6), jnp.float32)}, {"w": ("embed", "mlp")}
+    Layout.of(Mesh(devices, ("data",))).shardings(shapes, names)
+    assert not caplog.records
+    Layout.of(Mesh(devices, ("fsdp",))).shardings(shapes, names)
+    assert "1 of 1 parameters are not sharded as the rules wish" in caplog.text
+    assert "w: embed of 6 does not divide by fsdp=8" in caplog.text
+
+
+def test_parameters_on_an_explicit_mesh_get_their_gradients_there():
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"))
+    layout = Layout.of(mesh)
+    w = jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(mesh, P("fsdp", "tensor")))
+
+    def loss(w):
+        with layout.scope():
+            return (layout.use(w, "embed", "mlp") ** 2).sum()
+
+    got = jax.jit(jax.grad(loss))(w)
+    assert got.sharding.spec == P("fsdp", "tensor")
+    np.testing.assert_array_equal(got, 2 * np.asarray(w))

@@ -130,6 +130,8 @@ def test_users_rules_come_first_and_defaults_fill():
         ([("activation_btach", "data")], "did you mean 'activation_batch'"),
         ([("heads", "modle")], "did you mean 'model'"),
         ([("heads", ("data", "data"))], "names a mesh axis twice"),
+        ([("activation_height", "data")], "cannot be cut in height or width yet"),
+        ([("activation_width", ("data", "model"))], "cannot be cut in height or width yet"),
         (["heads"], "is no pair"),
         ([("heads", "model", "data")], "is no pair"),
     ],

@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 _rules_in_force = jax.make_user_context(None)
 T = TypeVar("T")
 
+NO_RULE = "no rule shards it here"
+"""Why a parameter is whole on every device although nothing stood in the way."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -155,6 +158,7 @@ class Layout:
         _check_rank(param, names)
         if self.mesh is None:
             return param
+        param = self.enter(param)
         wanted, stored = _use_axes(self, names, param.shape)  # type: ignore[attr-defined]
         if wanted == stored:
             return self._place(param, stored)
@@ -355,7 +359,7 @@ class Layout:
         reasons = [note.text for note in resolution.notes]
         idle = [f"{a}={s}" for a, s in self.sizes.items() if s > 1 and not any(a in dim for dim in resolution.axes)]
         if factor == 1 and self.num_devices > 1 and not reasons:
-            reasons.append("no rule shards it here")
+            reasons.append(NO_RULE)
         elif reasons and not idle:
             reasons.append("storage is sharded all the same, gathered on use")
         return "; ".join(reasons)
@@ -364,8 +368,8 @@ class Layout:
         if self.num_devices == 1:
             return
         rows = self.report(shapes, names).rows
-        whole = [row for row in rows if row.bytes_per_device == row.bytes and row.why and row.bytes]
-        unmet = [row for row in rows if row.why]
+        unmet = [row for row in rows if row.why and row.why != NO_RULE]
+        whole = [row for row in unmet if row.bytes_per_device == row.bytes and row.bytes]
         if unmet:
             example = whole[0] if whole else unmet[0]
             _say_once(

@@ -41,6 +41,7 @@ LOGICAL_AXES: dict[str, str] = {
 KNOWN_MESH_AXES = (*MESH_AXES, "model")
 """Mesh axes that a rule may name even when this mesh lacks them (the rule is then skipped)."""
 
+_SPATIAL = ("activation_height", "activation_width")
 _ACTIVATIONS = tuple(name for name in LOGICAL_AXES if name.startswith("activation_"))
 
 _TENSOR: LogicalAxisRules = tuple(
@@ -51,7 +52,7 @@ _TENSOR: LogicalAxisRules = tuple(
 _FSDP: LogicalAxisRules = tuple((name, "fsdp") for name in ("embed", "cross_embed", "conv_in", "norm", "length"))
 _FSDP_ALONE: LogicalAxisRules = (*_FSDP, *((name, "fsdp") for name in ("conv_out", "mlp", "heads", "vocab")))
 _BATCH: LogicalAxisRules = (("activation_batch", ("data", "fsdp")),)
-_CONTEXT: LogicalAxisRules = (("activation_length", "context"), ("activation_height", "context"))
+_CONTEXT: LogicalAxisRules = (("activation_length", "context"),)
 _STAGES: LogicalAxisRules = (("layers", "stage"),)
 
 
@@ -219,6 +220,11 @@ def check_rules(rules: LogicalAxisRules, mesh_axes: Iterable[str] | None) -> Log
             raise RuleError(f'rule {rule!r} is no pair: write ("logical axis", "mesh axis"), a tuple of axes, or None')
         logical, wanted = rule
         check_names((logical,))
+        if logical in _SPATIAL and axes_of(wanted):
+            raise RuleError(
+                f"rule ('{logical}', {wanted!r}): feature maps cannot be cut in height or width yet (the compiler then "
+                "gives wrong gradients of convolutions): leave the rule out, or shard activation_length"
+            )
         for axis in axes_of(wanted):
             if axis not in known:
                 raise RuleError(

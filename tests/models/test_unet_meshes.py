@@ -25,11 +25,9 @@ MESHES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "fsdp=4,tensor=2": (("fsdp", "tensor"), (4, 2)),
     "data=8": (("data",), (8,)),
     "fsdp=8": (("fsdp",), (8,)),
-}
-FURTHER_MESHES = {
-    "tensor=8": (("tensor",), (8,)),
     "fsdp=2,context=2,tensor=2": (("fsdp", "context", "tensor"), (2, 2, 2)),
 }
+FURTHER_MESHES = {"tensor=8": (("tensor",), (8,))}
 
 
 def make_mesh(devices: np.ndarray, name: str) -> Mesh:
@@ -131,7 +129,7 @@ def whole() -> tuple[Any, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*does not divide:maxdiffusion.errors.LayoutWarning")  # 2 and 4 heads on 8
-@pytest.mark.parametrize("name", ["data=4,model=2", *FURTHER_MESHES])
+@pytest.mark.parametrize("name", ["data=4,model=2", "fsdp=2,context=2,tensor=2", *FURTHER_MESHES])
 def test_tiny_sdxl_is_that_of_one_device(name: str, devices: np.ndarray, whole: tuple[Any, Any]) -> None:
     """With flash attention from the first token on; heads that do not divide are gathered, rows are exchanged."""
     params, expected = whole
