@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from maxdiffusion.common_types import BlockSizes
+from maxdiffusion.config.load import load_recipe
 from maxdiffusion.config.schema import (
     DataSection,
     DiffusionSection,
@@ -22,7 +23,7 @@ from maxdiffusion.config.schema import (
     key_annotations,
     mesh_sizes,
 )
-from maxdiffusion.errors import MeshError
+from maxdiffusion.errors import MeshError, UsageError
 from maxdiffusion.specs import AttentionSpec, MeshSpec, QuantSpec, RematSpec
 
 
@@ -173,3 +174,9 @@ def test_recipes_need_no_jax() -> None:
         "sys.exit(any(name in sys.modules for name in ('jax', 'flax', 'optax')))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("word", ["seed=4294967296", "sample.seed=4294967296", "seed=-1"])
+def test_seeds_that_jax_would_wrap_are_refused(word: str) -> None:
+    with pytest.raises(UsageError, match="a whole number from 0 to 4294967295"):
+        load_recipe("pictures", [word])

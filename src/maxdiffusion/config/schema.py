@@ -34,6 +34,11 @@ Texts: TypeAlias = Annotated[tuple[str, ...], Field(description=LIST)]
 Flag: TypeAlias = Annotated[bool, Field(strict=True, description="true or false")]
 Count: TypeAlias = Annotated[int, Field(strict=True, ge=1, description="a whole number, 1 or more")]
 CountOrZero: TypeAlias = Annotated[int, Field(strict=True, ge=0, description="a whole number, 0 or more")]
+# JAX's keys keep 32 bits of a seed: a larger one would be that of another run.
+LARGEST_SEED = 2**32 - 1
+Seed: TypeAlias = Annotated[
+    int, Field(strict=True, ge=0, le=LARGEST_SEED, description=f"a whole number from 0 to {LARGEST_SEED}")
+]
 Every: TypeAlias = Annotated[int, Field(strict=True, ge=0, description="a whole number of steps, or 0 for never")]
 Positive: TypeAlias = Annotated[float, Field(strict=True, gt=0, description="a number above 0")]
 NotNegative: TypeAlias = Annotated[float, Field(strict=True, ge=0, description="a number, 0 or more")]
@@ -182,7 +187,7 @@ class SampleSection:
     steps: Count = 25
     guidance_scale: NotNegative = 3.0
     prompts: Texts = ()
-    seed: CountOrZero = 0
+    seed: Seed = 0
     num_per_prompt: Count = 4
 
 
@@ -216,7 +221,7 @@ class Recipe:
 
     model: ModelName = "pictures"
     model_config: dict[str, Any] = field(default_factory=dict)
-    seed: CountOrZero = 0
+    seed: Seed = 0
     run: Text | None = None
     resume: Flag = False
     mesh_axes: Annotated[tuple[Text, ...], Field(min_length=1, description="a list of different names")] = MESH_AXES

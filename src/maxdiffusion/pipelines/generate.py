@@ -13,7 +13,7 @@ import numpy as np
 
 from maxdiffusion import __version__
 from maxdiffusion.config.load import load_run
-from maxdiffusion.config.schema import Recipe
+from maxdiffusion.config.schema import LARGEST_SEED, Recipe
 from maxdiffusion.data.png import slug, write_png
 from maxdiffusion.data.prompts import unknown_words
 from maxdiffusion.data.source import to_pixels
@@ -75,6 +75,8 @@ def generate(
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not prompts or num_images < 1:
         raise UsageError("nothing to make: give one prompt or more, and num_images=1 or more")
+    if not 0 <= seed <= LARGEST_SEED:
+        raise UsageError(f"seed={seed}: write a whole number from 0 to {LARGEST_SEED}")
     if recipe is None:
         recipe = dataclasses.replace(load_run(run).recipe, mesh={})
     latest_step(run)
