@@ -13,7 +13,7 @@ from maxdiffusion.cli.options import Json, Mesh, VirtualDevices
 def generate(  # noqa: PLR0913  (an argument is an option of the command line)
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help='What to see, such as "a red apple, flat style".')],
     run: Annotated[Path, typer.Option("--from", metavar="RUN", help="Folder that `train` wrote, such as runs/NAME.")],
-    seed: Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="The same seed makes the same pictures.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Same seed, same pictures.")] = 0,
     num: Annotated[int, typer.Option("-n", "--num", min=1, help="Number of pictures.")] = 1,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to write them.")] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Steps of the solver.")] = None,
