@@ -37,6 +37,7 @@ demo: setup
 	@$(BIN)/maxdiffusion train pictures-demo run=$(DEMO) --virtual-devices 8
 	@echo "demo: what it learned"
 	@$(BIN)/maxdiffusion evaluate $(DEMO) --virtual-devices 8
+	@echo "demo: now paint something: $(BIN)/maxdiffusion generate \"a red apple, flat style\" --from $(DEMO) -n 4"
 
 test: setup
 	@echo "test: all but the slow ones, on 8 virtual devices"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import numpy as np
 import pytest
 
 from maxdiffusion.config.load import load_run
+from maxdiffusion.data.pictures import pictures
 from maxdiffusion.errors import UsageError
 from maxdiffusion.train.evaluate import (
     clustered_interval,
     evaluate_run,
     nearest_is_own,
+    other_styles,
     thumbnails,
     wilson_interval,
 )
@@ -93,3 +96,13 @@ def test_a_run_without_held_out_pairs_is_refused(trained: TrainResult) -> None:
     recipe = load_run(trained.run, ["data.split=all"]).recipe
     with pytest.raises(UsageError, match=r"holds no \(concept, style\) pairs out"):
         evaluate_run(Path(trained.run), recipe=recipe)
+
+
+def test_other_styles_count_training_pictures_of_the_same_concept() -> None:
+    """One of the two training pictures looks like its own concept's target, one like the other's."""
+    held_out, training = pictures("demo-160", size=32, split="held_out"), pictures("demo-160", size=32, split="train")
+    assert other_styles(held_out, held_out) == 1.0
+    moved = dataclasses.replace(held_out, images=np.roll(held_out.images, 1, axis=0))
+    assert other_styles(held_out, moved) == 0.0
+    # 129 of the 186 training pictures of the 62 held-out concepts, counted by an independent script.
+    assert other_styles(held_out, training) == pytest.approx(129 / 186)

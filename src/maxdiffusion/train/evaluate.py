@@ -29,7 +29,7 @@ from maxdiffusion.errors import UsageError
 from maxdiffusion.models.run_folder import SAMPLES, TOKENIZER, read_weights, weight_shapes
 from maxdiffusion.models.text_to_image import batch_divisor, sampler, text_to_image_of
 from maxdiffusion.parallel.mesh import build_mesh
-from maxdiffusion.train.feed import held_out_source, make_feed
+from maxdiffusion.train.feed import built_in, held_out_source, make_feed
 from maxdiffusion.train.progress import Reporter
 from maxdiffusion.train.step import Examples, Objective
 
@@ -136,6 +136,7 @@ class EvaluateResult:
         retrieval_interval: 95 % interval; pictures of one pair do not count as independent.
         chance: the share that pictures without any meaning would reach.
         times_chance: `retrieval / chance`.
+        other_styles: the share that the training pictures of the same concept, in its other styles, reach as they are.
         seeds: pictures generated for each pair.
         learned: whether both differences from chance are outside their intervals.
         seconds: that the evaluation took, compilation included.
@@ -153,6 +154,7 @@ class EvaluateResult:
     retrieval_interval: tuple[float, float]
     chance: float
     times_chance: float
+    other_styles: float
     seeds: int
     learned: bool
     seconds: float
@@ -212,6 +214,7 @@ def evaluate_run(run: str | Path, *, recipe: Recipe | None = None, num_seeds: in
         retrieval_interval=interval,
         chance=chance,
         times_chance=share / chance,
+        other_styles=other_styles(source, built_in(recipe.data, "train")),
         seeds=num_seeds,
         learned=losses.gain_interval[0] > 0 and interval[0] > chance,
         seconds=time.perf_counter() - began,
@@ -227,6 +230,21 @@ def thumbnails(pixels: UInt8[np.ndarray, "n height width 3"]) -> Float[np.ndarra
         np.asarray(Image.fromarray(picture).resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX)) for picture in pixels
     ]
     return np.stack(small).reshape(len(small), -1).astype(np.float64)
+
+
+def other_styles(source: Pictures, training: Pictures) -> float:
+    """Share of the training pictures of held-out concepts whose nearest target is that concept's held-out picture.
+
+    What a copier of the concept in a style that it knows would reach; `nan` where there is no such picture.
+    """
+    wanted, known = thumbnails(source.images), thumbnails(training.images)
+    right = [
+        int(np.square(wanted - known[row]).sum(axis=1).argmin()) == pair
+        for pair, concept in enumerate(source.concepts)
+        for row, other in enumerate(training.concepts)
+        if other == concept
+    ]
+    return float(np.mean(right)) if right else math.nan
 
 
 def nearest_is_own(
