@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -75,9 +76,11 @@ class MeshSpec:
         dcn: dict[str, int] = {}
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             name, equals, size = (piece.strip() for piece in part.partition("="))
-            if not equals or not size.lstrip("-").isdigit():
+            if not equals or not re.fullmatch(r"-?[0-9]{1,9}", size):
                 raise MeshError(f"mesh '{part}' is not AXIS=SIZE: write for example data=4,tensor=2")
             target, name = (dcn, name[4:]) if name.startswith("dcn.") else (ici, name)
+            if name not in axes:
+                raise MeshError(f"mesh axis '{name}' is unknown: {nearest(name, axes)}")
             if name in target:
                 raise MeshError(f"mesh axis '{name}' is given twice in '{text}'")
             target[name] = int(size)

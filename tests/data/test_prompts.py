@@ -21,3 +21,9 @@ def test_each_unknown_word_is_warned_of_once_with_the_nearest() -> None:
 def test_known_words_are_not_warned_of() -> None:
     tokenizer = WordTokenizer.train(["a red apple, flat style"])
     assert unknown_words(tokenizer, ["a red apple", ""]) == []
+
+
+def test_a_prompt_without_a_word_is_warned_of() -> None:
+    tokenizer = WordTokenizer.train(["a red apple, flat style"])
+    with pytest.warns(MaxDiffusionWarning, match="has no word that the model could read"):
+        assert unknown_words(tokenizer, ["\U0001f600"]) == []

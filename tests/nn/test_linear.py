@@ -62,3 +62,4 @@ def test_embed_takes_rows_and_never_a_wrong_one() -> None:
     np.testing.assert_array_equal(rows[0], table[[4, 0]])
     np.testing.assert_array_equal(rows[1, 0], table[5])
     assert np.isnan(rows[1, 1]).all()
+    assert np.isnan(layer.apply(params, jnp.array([-1]))).all()

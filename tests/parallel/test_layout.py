@@ -264,3 +264,9 @@ def test_parameters_on_an_explicit_mesh_get_their_gradients_there():
     got = jax.jit(jax.grad(loss))(w)
     assert got.sharding.spec == P("fsdp", "tensor")
     np.testing.assert_array_equal(got, 2 * np.asarray(w))
+
+
+def test_an_abstract_mesh_is_no_silent_no_op():
+    layout = Layout.of(abstract_mesh(MeshSpec(data=4, tensor=2)))
+    with pytest.raises(MeshError, match="can be planned with, not run on"):
+        jax.jit(lambda x: layout.constrain(x, *STREAM)).lower(jnp.ones((8, 6, 4)))

@@ -91,6 +91,9 @@ class Pictures(DiffusionModel, kw_only=True):
                 f"attention_levels has {len(self.attention_levels)} entries for {len(self.block_out_channels)} levels "
                 "of block_out_channels: give one true or false a level"
             )
+        for name in ("head_dim", "norm_num_groups", "layers_per_block"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)}: write a whole number, 1 or more")
         if self.fold < 1:
             raise UsageError(f"fold={self.fold}: write 1 (no folding) or more pixels")
         if self.position_waves < 0:

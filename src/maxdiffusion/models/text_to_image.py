@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +26,11 @@ from maxdiffusion.diffusion.solvers import get_solver
 from maxdiffusion.errors import UsageError
 from maxdiffusion.models.pictures import Pictures
 from maxdiffusion.models.registry import MODELS, lookup
-from maxdiffusion.nn.model import float_dtype
+from maxdiffusion.nn.model import DiffusionModel, float_dtype
 from maxdiffusion.parallel.layout import Layout
+
+EXECUTION = tuple(field.name for field in dataclasses.fields(DiffusionModel) if field.name not in ("parent", "name"))
+"""Keywords of every model that a recipe says at its top level."""
 
 LARGEST_BATCH = 128
 """Pictures that are sampled at once, at most (rounded up to what the mesh divides)."""
@@ -194,6 +198,11 @@ def text_to_image_of(recipe: Recipe, *, mesh: Mesh | None, vocab_size: int, max_
     if clash:
         cause = "data.size" if clash == "image_size" else "the captions"
         raise UsageError(f"model_config.{clash} follows from {cause}: leave it out")
+    execution = next((name for name in EXECUTION if name in recipe.model_config), None)
+    if execution:
+        raise UsageError(
+            f"model_config.{execution} says how the model runs, not what it is: write {execution}=... itself"
+        )
     model = lookup(recipe.model).build(
         **{
             **recipe.model_config,

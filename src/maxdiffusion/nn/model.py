@@ -42,6 +42,8 @@ def float_dtype(value: Any, name: str) -> Any:
     Raises:
         UsageError: it is no floating dtype.
     """
+    if value is None:
+        raise UsageError(f"{name}=None is no dtype: write 'float32' or 'bfloat16'")
     try:
         dtype = jnp.dtype(value)
     except TypeError:

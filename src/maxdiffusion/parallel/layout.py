@@ -325,7 +325,7 @@ class Layout:
 
     def _place(self, x: Any, axes: tuple[tuple[str, ...], ...]) -> Any:
         if not isinstance(self.mesh, Mesh):
-            return x
+            raise MeshError("an abstract mesh can be planned with, not run on: give the model a jax.sharding.Mesh")
         self._check_devices(x)
         manual = _manual_axes()
         if manual:
