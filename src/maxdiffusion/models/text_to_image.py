@@ -200,9 +200,7 @@ def text_to_image_of(recipe: Recipe, *, mesh: Mesh | None, vocab_size: int, max_
         raise UsageError(f"model_config.{clash} follows from {cause}: leave it out")
     execution = next((name for name in EXECUTION if name in recipe.model_config), None)
     if execution:
-        raise UsageError(
-            f"model_config.{execution} says how the model runs, not what it is: write {execution}=... itself"
-        )
+        raise UsageError(f"model_config.{execution} says how the model runs: write {execution}=... at the top level")
     model = lookup(recipe.model).build(
         **{
             **recipe.model_config,
