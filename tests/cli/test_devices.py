@@ -62,7 +62,9 @@ def test_another_platform_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_none_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    before = dict(os.environ)
     devices.make_virtual_devices(None)
+    assert dict(os.environ) == before
 
 
 def test_too_few_devices_on_a_cpu_get_the_cure() -> None:
