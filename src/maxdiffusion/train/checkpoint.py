@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint import type_handlers
 
 from maxdiffusion.config import show
 from maxdiffusion.config.load import RUN_RECIPE, format_value, load_run
@@ -18,6 +19,12 @@ from maxdiffusion.train.state import TrainState
 
 KEPT = 3
 """Newest checkpoints of a run that are kept."""
+
+PARTS = ("params", "opt_state", "ema", "key")
+"""What a checkpoint may hold."""
+
+SHARED_BYTES = 16 * 2**20
+"""Least share of a replicated array that is worth a host's own write."""
 
 FIXED = ("model", "model_config", "seed", "data", "diffusion", "train.batch_size")
 """What a resumed run may not change, by the beginnings of keys: with other values it would be another run."""
@@ -88,8 +95,18 @@ class Checkpoints:
         """
         self._folder = folder
         options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, enable_async_checkpointing=False)
+        # By default Orbax cuts every replicated array on its devices, so that hosts share the writing: one small
+        # compiled program a shape and device, which costs more than it saves for one host or small arrays.
+        arrays = type_handlers.ArrayHandler(
+            use_replica_parallel=jax.process_count() > 1, min_slice_bytes_for_replica_parallel=SHARED_BYTES
+        )
+        handlers = type_handlers.create_type_handler_registry((jax.Array, arrays))
         with quiet():
-            self._manager = ocp.CheckpointManager((folder / CHECKPOINTS).absolute(), options=options)
+            self._manager = ocp.CheckpointManager(
+                (folder / CHECKPOINTS).absolute(),
+                options=options,
+                item_handlers={part: ocp.PyTreeCheckpointHandler(type_handler_registry=handlers) for part in PARTS},
+            )
 
     def save(self, state: TrainState) -> int:
         """Writes the state; returns its step. A checkpoint of that step is left as it is."""
@@ -101,7 +118,7 @@ class Checkpoints:
             items["ema"] = state.ema
         with quiet():
             self._manager.save(
-                step, args=ocp.args.Composite(**{name: ocp.args.StandardSave(tree) for name, tree in items.items()})
+                step, args=ocp.args.Composite(**{name: ocp.args.PyTreeSave(tree) for name, tree in items.items()})
             )
             self._manager.wait_until_finished()
         return step
