@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from maxdiffusion.runtime import Runtime
 
 Block = TypeVar("Block", bound=nn.Module)
+Carry = TypeVar("Carry")
 
 
 def _keeps_products(primitive: Any, *args: Any, **params: Any) -> Any:
@@ -29,7 +29,7 @@ def remat(block: type[Block], runtime: Runtime, *, scanned: bool = False) -> typ
     """`block` with what `runtime.remat` says about its backward pass; parameters and numbers stay the same.
 
     Args:
-        block: class of a layer; its call takes arrays and None only.
+        block: class of a layer; its call takes arrays, trees of arrays and None only.
         runtime: how the model runs.
         scanned: the block is the body of a scan, which needs no barrier against common subexpressions.
     """
@@ -40,13 +40,13 @@ def remat(block: type[Block], runtime: Runtime, *, scanned: bool = False) -> typ
 
 def apply_stack(
     block: type[nn.Module],
-    x: Array,
+    x: Carry,
     *inputs: Any,
     num_layers: int,
     name: str,
     runtime: Runtime,
     attributes: Mapping[str, Any],
-) -> Array:
+) -> Carry:
     """Folds `x` through `num_layers` equal blocks, inside a compact method.
 
     Unrolled, the parameters lie in `{name}_0`, `{name}_1`, ...; scanned, in `{name}`, each with a leading dimension
@@ -54,8 +54,8 @@ def apply_stack(
 
     Args:
         block: class whose call takes `(x, *inputs)` and returns the next `x`.
-        x: what the blocks hand on.
-        inputs: arrays (or None) that every block reads.
+        x: what the blocks hand on: an array, or a tree of arrays such as a pair of token streams.
+        inputs: arrays, trees of arrays or None that every block reads.
         num_layers: number of blocks.
         name: of the stack.
         runtime: says whether to scan and what to rematerialise.
@@ -67,7 +67,7 @@ def apply_stack(
             x = rematerialised(**attributes, name=f"{name}_{index}")(x, *inputs)
         return x
 
-    def body(layer: Any, carry: Array, _: None) -> tuple[Array, None]:
+    def body(layer: Any, carry: Carry, _: None) -> tuple[Carry, None]:
         return layer(carry, *inputs), None
 
     scan = nn.scan(
