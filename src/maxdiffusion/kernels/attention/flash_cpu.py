@@ -11,8 +11,7 @@ so that a tile of scores is one (`block_k`, `block_q`) matrix (for each of `bloc
 from __future__ import annotations
 
 import math
-from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,8 @@ from jaxtyping import Array, Bool, Float
 
 from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.errors import UsageError
-from maxdiffusion.kernels.attention.reference import LOWEST, check_arguments
+from maxdiffusion.kernels.attention.local import EMPTY_LSE, Inputs, LocalKernel, Result, attend
+from maxdiffusion.kernels.attention.reference import check_arguments
 
 TILE_Q = 256
 TILE_K = 1024
@@ -30,17 +30,6 @@ cache with their weights. Measured at (2, 4096, 8, 40) on two cores; see benchma
 
 _ALIGN = 16
 """Chosen tiles are multiples of it: one AVX-512 register of float32."""
-
-
-class _Residuals(NamedTuple):
-    """What the forward pass leaves for the backward pass; lse is float32 (batch, length, heads)."""
-
-    q: Array
-    k: Array
-    v: Array
-    mask: Array | None
-    out: Array
-    lse: Array
 
 
 def flash_attention(
@@ -78,7 +67,7 @@ def flash_attention(
     if not math.prod(q.shape) or not math.prod(k.shape):
         return jnp.zeros_like(q)
     blocks = block_sizes or auto_block_sizes(q.shape[1], k.shape[1])
-    return _flash(blocks, precision, q, k, v, mask)
+    return attend(FLASH_CPU, blocks, precision, Inputs(q, k, v, mask))
 
 
 def auto_block_sizes(num_queries: int, num_keys: int) -> BlockSizes:
@@ -93,6 +82,13 @@ def _tile(length: int, largest: int) -> int:
             return tile
     even = math.ceil(length / math.ceil(length / largest))
     return math.ceil(even / _ALIGN) * _ALIGN
+
+
+_Carry: TypeAlias = tuple[Array, Array, Array]
+"""Of the online softmax: largest score so far, sum of weights, sum of weighted values."""
+
+_Saved: TypeAlias = tuple[Inputs, Result]
+"""What the forward pass leaves for the backward pass."""
 
 
 class _KeyTiles(NamedTuple):
@@ -117,70 +113,72 @@ class _QueryTiles(NamedTuple):
     dot: Array
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _flash(
-    blocks: BlockSizes, precision: jax.lax.PrecisionLike, q: Array, k: Array, v: Array, mask: Array | None
-) -> Array:
-    return _forward(blocks, precision, q, k, v, mask)[0]
+class _FlashCpu:
+    """The kernel in two halves; see `LocalKernel`."""
+
+    def forward(self, inputs: Inputs, blocks: BlockSizes, precision: jax.lax.PrecisionLike) -> Result:
+        """Attention of these queries to these keys, in one pass over tiles of keys for each tile of queries."""
+        q, k, v, mask = inputs
+        (B, Lq, H, D), Lk = q.shape, k.shape[1]
+        rows, tile_q, tile_k = _fit(blocks, (blocks.block_q, blocks.block_k), (B, Lq, Lk))
+        queries = _tiles(_scaled(q), rows, tile_q)
+        keys = _key_tiles(k, v, mask, rows, tile_k, turned=v)
+
+        def head(tiles: tuple[Array, _KeyTiles]) -> tuple[Array, Array]:
+            q_tiles, k_tiles = tiles
+
+            def q_tile(q_t: Array) -> tuple[Array, Array]:
+                def step(carry: _Carry, of_key: _KeyTiles) -> tuple[_Carry, None]:
+                    top, total, mixed = carry
+                    scores = _scores(of_key, q_t, precision)
+                    new_top = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
+                    weights = jnp.exp(scores - new_top)
+                    shrink = jnp.exp(top - new_top)
+                    total = total * shrink + jnp.sum(weights, axis=1, keepdims=True)
+                    mixed = mixed * shrink + _dot(of_key.turned, weights, (2, 1), precision)
+                    return (new_top, total, mixed), None
+
+                row = (rows, 1, tile_q)
+                start = (_full(q_t, row, EMPTY_LSE), _full(q_t, row, 0.0), _full(q_t, (rows, D, tile_q), 0.0))
+                (top, total, mixed), _ = jax.lax.scan(step, start, k_tiles)
+                total_or_one = jnp.where(total > 0, total, 1.0)
+                return mixed / total_or_one, top + jnp.log(total_or_one)
+
+            return jax.lax.map(q_tile, q_tiles)
+
+        out, lse = jax.lax.map(head, (queries, keys))
+        out = _untiled(out, (B, Lq, H), turned=True).astype(q.dtype)
+        return Result(out, _untiled(lse, (B, Lq, H), turned=True)[..., 0])
+
+    def backward(
+        self, inputs: Inputs, result: Result, d_out: Array, blocks: BlockSizes, precision: jax.lax.PrecisionLike
+    ) -> tuple[Array, Array, Array]:
+        """Gradients of q, k, v: with P the weights and dP = dO v^T, dS = P * (dP - rowsum(dO * O))."""
+        fused = blocks.dq == blocks.dkv
+        dk, dv, dq = _key_pass(blocks, precision, (inputs, result), d_out, with_dq=fused)
+        if dq is None:
+            dq = _query_pass(blocks, precision, (inputs, result), d_out)
+        return dq * (inputs.q.shape[-1] ** -0.5), dk, dv
+
+    def tiles(self, num_queries: int, num_keys: int, head_dim: int) -> BlockSizes:
+        """Tiles for one device's lengths; the size of a head does not matter here."""
+        del head_dim
+        return auto_block_sizes(num_queries, num_keys)
 
 
-def _forward(
-    blocks: BlockSizes, precision: jax.lax.PrecisionLike, q: Array, k: Array, v: Array, mask: Array | None
-) -> tuple[Array, _Residuals]:
-    (B, Lq, H, D), Lk = q.shape, k.shape[1]
-    rows, tile_q, tile_k = _fit(blocks, (blocks.block_q, blocks.block_k), (B, Lq, Lk))
-    queries = _tiles(_scaled(q), rows, tile_q)
-    keys = _key_tiles(k, v, mask, rows, tile_k, turned=v)
-
-    def head(tiles: tuple[Array, _KeyTiles]) -> tuple[Array, Array]:
-        q_tiles, k_tiles = tiles
-
-        def q_tile(q_t: Array) -> tuple[Array, Array]:
-            def step(carry: tuple[Array, Array, Array], of_key: _KeyTiles) -> tuple[tuple[Array, Array, Array], None]:
-                top, total, mixed = carry
-                scores = _scores(of_key, q_t, precision)
-                new_top = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
-                weights = jnp.exp(scores - new_top)
-                shrink = jnp.exp(top - new_top)
-                total = total * shrink + jnp.sum(weights, axis=1, keepdims=True)
-                mixed = mixed * shrink + _dot(of_key.turned, weights, (2, 1), precision)
-                return (new_top, total, mixed), None
-
-            row = (rows, 1, tile_q)
-            start = (_full(q_t, row, LOWEST), _full(q_t, row, 0.0), _full(q_t, (rows, D, tile_q), 0.0))
-            (top, total, mixed), _ = jax.lax.scan(step, start, k_tiles)
-            seen = total > 0
-            total = jnp.where(seen, total, 1.0)
-            return mixed / total, jnp.where(seen, top + jnp.log(total), 0.0)
-
-        return jax.lax.map(q_tile, q_tiles)
-
-    out, lse = jax.lax.map(head, (queries, keys))
-    out = _untiled(out, (B, Lq, H), turned=True).astype(q.dtype)
-    lse = _untiled(lse, (B, Lq, H), turned=True)[..., 0]
-    return out, _Residuals(q, k, v, mask, out, lse)
-
-
-def _backward(
-    blocks: BlockSizes, precision: jax.lax.PrecisionLike, res: _Residuals, d_out: Array
-) -> tuple[Array, Array, Array, None]:
-    """Gradients of q, k, v: with P the weights and dP = dO v^T, dS = P * (dP - rowsum(dO * O))."""
-    fused = blocks.dq == blocks.dkv
-    dk, dv, dq = _key_pass(blocks, precision, res, d_out, with_dq=fused)
-    if dq is None:
-        dq = _query_pass(blocks, precision, res, d_out)
-    dq = dq * (res.q.shape[-1] ** -0.5)
-    return dq.astype(res.q.dtype), dk.astype(res.k.dtype), dv.astype(res.v.dtype), None
+FLASH_CPU: LocalKernel = _FlashCpu()
+"""Blockwise attention in pure jax as the kernel of one device: it runs on every platform."""
 
 
 def _key_pass(
-    blocks: BlockSizes, precision: jax.lax.PrecisionLike, res: _Residuals, d_out: Array, *, with_dq: bool
+    blocks: BlockSizes, precision: jax.lax.PrecisionLike, saved: _Saved, d_out: Array, *, with_dq: bool
 ) -> tuple[Array, Array, Array | None]:
     """dk and dv, a tile of keys at a time; with `with_dq` each tile's share of dq is added up on the way."""
-    (B, Lq, H, D), Lk = res.q.shape, res.k.shape[1]
+    (q, k, v, mask), _ = saved
+    (B, Lq, H, D), Lk = q.shape, k.shape[1]
     rows, tile_q, tile_k = _fit(blocks, blocks.dkv, (B, Lq, Lk))
-    queries = _query_tiles(res, d_out, rows, tile_q)
-    keys = _key_tiles(res.k, res.v, res.mask, rows, tile_k, turned=res.k)
+    queries = _query_tiles(saved, d_out, rows, tile_q)
+    keys = _key_tiles(k, v, mask, rows, tile_k, turned=k)
 
     def head(tiles: tuple[_QueryTiles, _KeyTiles]) -> tuple[Array, Array, Array | None]:
         q_tiles, k_tiles = tiles
@@ -207,12 +205,13 @@ def _key_pass(
     return _untiled(dk, (B, Lk, H)), _untiled(dv, (B, Lk, H)), dq
 
 
-def _query_pass(blocks: BlockSizes, precision: jax.lax.PrecisionLike, res: _Residuals, d_out: Array) -> Array:
+def _query_pass(blocks: BlockSizes, precision: jax.lax.PrecisionLike, saved: _Saved, d_out: Array) -> Array:
     """dq before the scale, a tile of queries at a time."""
-    (B, Lq, H, D), Lk = res.q.shape, res.k.shape[1]
+    (q, k, v, mask), _ = saved
+    (B, Lq, H, D), Lk = q.shape, k.shape[1]
     rows, tile_q, tile_k = _fit(blocks, blocks.dq, (B, Lq, Lk))
-    queries = _query_tiles(res, d_out, rows, tile_q)
-    keys = _key_tiles(res.k, res.v, res.mask, rows, tile_k, turned=res.k)
+    queries = _query_tiles(saved, d_out, rows, tile_q)
+    keys = _key_tiles(k, v, mask, rows, tile_k, turned=k)
 
     def head(tiles: tuple[_QueryTiles, _KeyTiles]) -> Array:
         q_tiles, k_tiles = tiles
@@ -229,16 +228,14 @@ def _query_pass(blocks: BlockSizes, precision: jax.lax.PrecisionLike, res: _Resi
     return _untiled(jax.lax.map(head, (queries, keys)), (B, Lq, H), turned=True)
 
 
-_flash.defvjp(_forward, _backward)
-
-
-def _query_tiles(res: _Residuals, d_out: Array, rows: int, tile: int) -> _QueryTiles:
+def _query_tiles(saved: _Saved, d_out: Array, rows: int, tile: int) -> _QueryTiles:
     d_out = d_out.astype(jnp.float32)
-    dot = jnp.sum(d_out * res.out.astype(jnp.float32), axis=-1, keepdims=True)
+    inputs, result = saved
+    dot = jnp.sum(d_out * result.out.astype(jnp.float32), axis=-1, keepdims=True)
     return _QueryTiles(
-        _tiles(_scaled(res.q), rows, tile),
+        _tiles(_scaled(inputs.q), rows, tile),
         _tiles(d_out, rows, tile),
-        _tiles(res.lse[..., None], rows, tile, turned=True),
+        _tiles(result.lse[..., None], rows, tile, turned=True),
         _tiles(dot, rows, tile, turned=True),
     )
 

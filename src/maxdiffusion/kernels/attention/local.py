@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import jax
@@ -61,3 +62,48 @@ class LocalKernel(Protocol):
     def tiles(self, num_queries: int, num_keys: int, head_dim: int) -> BlockSizes:
         """Tiles for one device's lengths, where the user gave none."""
         ...
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def attend(
+    kernel: LocalKernel, blocks: BlockSizes, precision: jax.lax.PrecisionLike, inputs: Inputs
+) -> Float[Array, "B Lq H D"]:
+    """The output of a kernel as a differentiable function of q, k and v (reverse mode only).
+
+    Args:
+        kernel: hashable; the kernels are module constants.
+        blocks: tiles of the kernel.
+        precision: of the matrix products.
+        inputs: one device's arrays, at least one query and one key.
+
+    Returns:
+        array of the shape and dtype of the queries.
+    """
+    return kernel.forward(inputs, blocks, precision).out
+
+
+def _attend_fwd(
+    kernel: LocalKernel, blocks: BlockSizes, precision: jax.lax.PrecisionLike, inputs: Inputs
+) -> tuple[Array, tuple[Inputs, Result]]:
+    result = kernel.forward(inputs, blocks, precision)
+    return result.out, (inputs, result)
+
+
+def _attend_bwd(
+    kernel: LocalKernel,
+    blocks: BlockSizes,
+    precision: jax.lax.PrecisionLike,
+    saved: tuple[Inputs, Result],
+    d_out: Array,
+) -> tuple[Inputs]:
+    inputs, result = saved
+    return (gradients_of(inputs, kernel.backward(inputs, result, d_out, blocks, precision)),)
+
+
+def gradients_of(inputs: Inputs, grads: tuple[Array, Array, Array]) -> Inputs:
+    """float32 gradients as the cotangent of the inputs: in their dtypes, and nothing for the mask."""
+    dq, dk, dv = (grad.astype(x.dtype) for grad, x in zip(grads, inputs[:3], strict=True))
+    return Inputs(dq, dk, dv, None)
+
+
+attend.defvjp(_attend_fwd, _attend_bwd)

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.errors import UsageError
-
-LOWEST = -1e30
-"""Floor of a row's maximum: a row with no key left has weights exp(-inf - LOWEST) = 0 and not exp(-inf + inf) = NaN."""
+from maxdiffusion.kernels.attention.local import EMPTY_LSE, Inputs, LocalKernel, Result
 
 _MOST_HEADS = 128
 """No published model has more heads: beyond it, with a shorter length, heads and length are taken to be swapped."""
@@ -44,17 +43,63 @@ def dot_product_attention(
         UsageError: shapes or dtypes do not fit, or sizes show that heads and length are swapped.
     """
     check_arguments(q, k, v, mask)
-    scale = q.shape[-1] ** -0.5
-    scores = scale * jnp.einsum("bqhd,bkhd->bhqk", q, k, precision=precision, preferred_element_type=jnp.float32)
-    if mask is not None:
-        seen = mask[:, None, None, :] if mask.ndim == 2 else mask
-        scores = jnp.where(seen, scores, -jnp.inf)
-    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST)
+    scores = _scores(q, k, mask, precision)
+    # A row with no key left has weights exp(-inf - EMPTY_LSE) = 0 and not exp(-inf + inf) = NaN.
+    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), EMPTY_LSE)
     weights = jnp.exp(scores - jax.lax.stop_gradient(top))
     total = jnp.sum(weights, axis=-1)
     total = jnp.where(total > 0, total, 1.0)
     mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v.astype(jnp.float32), precision=precision)
     return (mixed / jnp.swapaxes(total, 1, 2)[..., None]).astype(q.dtype)
+
+
+class _DotProduct:
+    """The kernel in two halves; see `LocalKernel`. Tiles are of no use to it: all scores are one."""
+
+    def forward(self, inputs: Inputs, blocks: BlockSizes, precision: jax.lax.PrecisionLike) -> Result:
+        """Attention of these queries to these keys, with the scores in memory."""
+        q, k, v, mask = inputs
+        scores = _scores(q, k, mask, precision)
+        top = jnp.maximum(jnp.max(scores, axis=-1), EMPTY_LSE)
+        weights = jnp.exp(scores - top[..., None])
+        total = jnp.sum(weights, axis=-1)
+        total = jnp.where(total > 0, total, 1.0)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v.astype(jnp.float32), precision=precision)
+        out = mixed / jnp.swapaxes(total, 1, 2)[..., None]
+        return Result(out.astype(q.dtype), jnp.swapaxes(top + jnp.log(total), 1, 2))
+
+    def backward(
+        self, inputs: Inputs, result: Result, d_out: Array, blocks: BlockSizes, precision: jax.lax.PrecisionLike
+    ) -> tuple[Array, Array, Array]:
+        """Gradients of q, k, v: with P the weights and dP = dO v^T, dS = P * (dP - rowsum(dO * O))."""
+        q, k, v, d_out, out = (x.astype(jnp.float32) for x in (*inputs[:3], d_out, result.out))
+        scale = q.shape[-1] ** -0.5
+        scores = _scores(inputs.q, inputs.k, inputs.mask, precision)
+        weights = jnp.exp(scores - jnp.swapaxes(result.lse, 1, 2)[..., None])
+        dot = jnp.swapaxes(jnp.sum(d_out * out, axis=-1), 1, 2)[..., None]
+        d_scores = weights * (jnp.einsum("bqhd,bkhd->bhqk", d_out, v, precision=precision) - dot)
+        dq = scale * jnp.einsum("bhqk,bkhd->bqhd", d_scores, k, precision=precision)
+        dk = scale * jnp.einsum("bhqk,bqhd->bkhd", d_scores, q, precision=precision)
+        dv = jnp.einsum("bhqk,bqhd->bkhd", weights, d_out, precision=precision)
+        return dq, dk, dv
+
+    def tiles(self, num_queries: int, num_keys: int, head_dim: int) -> BlockSizes:
+        """One tile of all scores."""
+        del head_dim
+        return BlockSizes(block_q=num_queries, block_k=num_keys)
+
+
+DOT_PRODUCT: LocalKernel = _DotProduct()
+"""Dot-product attention as the kernel of one device, for short sequences that are cut all the same."""
+
+
+def _scores(q: Array, k: Array, mask: Array | None, precision: jax.lax.PrecisionLike) -> Array:
+    """float32 scores (batch, heads, queries, keys), -inf where the mask hides the key."""
+    scale = q.shape[-1] ** -0.5
+    scores = scale * jnp.einsum("bqhd,bkhd->bhqk", q, k, precision=precision, preferred_element_type=jnp.float32)
+    if mask is None:
+        return scores
+    return jnp.where(mask[:, None, None, :] if mask.ndim == 2 else mask, scores, -jnp.inf)
 
 
 def check_arguments(q: Array, k: Array, v: Array, mask: Array | None) -> None:

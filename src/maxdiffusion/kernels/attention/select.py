@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.errors import UsageError
-from maxdiffusion.kernels.attention.flash_cpu import auto_block_sizes, flash_attention
-from maxdiffusion.kernels.attention.reference import check_arguments, dot_product_attention
+from maxdiffusion.kernels.attention.flash_cpu import FLASH_CPU
+from maxdiffusion.kernels.attention.local import Inputs, LocalKernel, attend
+from maxdiffusion.kernels.attention.reference import DOT_PRODUCT, check_arguments, dot_product_attention
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.specs import AttentionSpec
 
@@ -28,17 +32,38 @@ _KV_LOCAL = ("activation_batch", None, "activation_heads", None)
 _MASK_LOCAL = ("activation_batch", None)
 
 
+KernelName = Literal["dot_product", "flash_cpu"]
+
+KERNELS: Mapping[KernelName, LocalKernel] = MappingProxyType({"dot_product": DOT_PRODUCT, "flash_cpu": FLASH_CPU})
+"""What one device runs, by the name that a `Choice` has."""
+
+
+def local_kernel(platform: str, head_dim: int) -> tuple[KernelName, str]:
+    """The blockwise kernel of a platform.
+
+    Args:
+        platform: `cpu`, `gpu` or `tpu`, of the mesh's devices.
+        head_dim: width of a head.
+
+    Returns:
+        The kernel's name, and a few words that say what it is.
+    """
+    del head_dim
+    missing = "" if platform == "cpu" else f"there is no {platform} kernel yet"
+    return "flash_cpu", f"blockwise kernel in pure jax ({missing or platform})"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """Which kernel one attention call runs.
 
     Attributes:
-        kernel: `dot_product`, or `flash_cpu` (blockwise, pure jax).
+        kernel: one of `KERNELS`.
         block_sizes: tiles of the blockwise kernel on one device; None for the dot-product kernel.
         reason: one line that says why, with the sizes that decided.
     """
 
-    kernel: Literal["dot_product", "flash_cpu"]
+    kernel: KernelName
     block_sizes: BlockSizes | None
     reason: str
 
@@ -83,20 +108,18 @@ def choose(
         )
         return Choice(kernel="dot_product", block_sizes=None, reason=reason)
     batch, queries, heads = _per_device(q_shape, layout)
-    blocks = spec.block_sizes or auto_block_sizes(queries, num_keys)
-    platform = layout.platform
+    kernel, what = local_kernel(layout.platform, q_shape[3])
+    blocks = spec.block_sizes or KERNELS[kernel].tiles(queries, num_keys, q_shape[3])
     parts = [
         f"{num_queries} queries x {num_keys} keys reach flash_min_seq_length={spec.flash_min_seq_length}",
-        f"blockwise kernel in pure jax ({platform})"
-        if platform == "cpu"
-        else f"blockwise kernel in pure jax (there is no {platform} kernel yet)",
+        what,
         f"tiles of {blocks.block_q} x {blocks.block_k}{'' if spec.block_sizes else ' chosen for these lengths'}",
     ]
     if layout.num_devices > 1:
         parts.append(f"each device: batch {batch}, {heads} heads, {queries} queries")
     parts += [note.text for note in layout.resolve(*_Q, shape=q_shape).notes]
     parts += _gathered(q_shape, k_shape, layout)
-    return Choice(kernel="flash_cpu", block_sizes=blocks, reason="; ".join(parts))
+    return Choice(kernel=kernel, block_sizes=blocks, reason="; ".join(parts))
 
 
 def attention(
@@ -136,6 +159,8 @@ def attention(
         LayoutWarning: batch or heads do not divide by their mesh axes; the result is right, the work is repeated.
     """
     check_arguments(q, k, v, mask)
+    if not math.prod(q.shape) or not math.prod(k.shape):
+        return jnp.zeros_like(q)
     full_mask = mask is not None and mask.ndim == 4
     choice = choose(q.shape, k.shape, spec=spec, layout=layout, full_mask=full_mask)
     if choice.kernel == "dot_product":
@@ -144,8 +169,11 @@ def attention(
         out = dot_product_attention(q, k, v, mask=mask, precision=precision)
         return layout.constrain(out, *_Q)
 
+    blocks = choice.block_sizes
+    assert blocks is not None
+
     def kernel(q: Array, k: Array, v: Array, mask: Array | None = None) -> Array:
-        return flash_attention(q, k, v, mask=mask, block_sizes=choice.block_sizes, precision=precision)
+        return attend(KERNELS[choice.kernel], blocks, precision, Inputs(q, k, v, mask))
 
     if layout.platform != "cpu":
         _say_once(f"attention: {choice.reason}")
