@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -9,6 +10,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from maxdiffusion.common_types import BlockSizes
+from maxdiffusion.kernels.attention.local import Inputs, LocalKernel, Result
 
 F32_LIMIT = 1e-5
 """max|a-b| / max|b| between two orders of float32 summation; a dropped mask or tile is above 1e-2."""
@@ -36,6 +40,35 @@ def with_grads(fn: Callable, mask: jax.Array | None = None) -> Callable:
     def run(q: jax.Array, k: jax.Array, v: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, ...]:
         out, pull = jax.vjp(lambda q, k, v: fn(q, k, v, mask=mask), q, k, v)
         return (out, *pull(cotangent))
+
+    return run
+
+
+def local_with_grads(
+    kernel: LocalKernel, mask: jax.Array | None = None, blocks: BlockSizes | None = None, parts: int = 1
+) -> Callable:
+    """The same of a device's own kernel; with `parts`, keys come in as many parts, as in a ring.
+
+    Results of the parts are merged by their log-sum-exp, and each part's gradients are taken from the merged result.
+    """
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, ...]:
+        ends = [k.shape[1] * part // parts for part in range(parts + 1)]
+        held = [
+            Inputs(q, k[:, a:b], v[:, a:b], None if mask is None else mask[:, a:b]) for a, b in itertools.pairwise(ends)
+        ]
+        sizes = [blocks or kernel.tiles(q.shape[1], part.k.shape[1], q.shape[3]) for part in held]
+        precision = jax.lax.Precision.HIGHEST
+        found = [kernel.forward(part, size, precision) for part, size in zip(held, sizes, strict=True)]
+        lse = jax.nn.logsumexp(jnp.stack([part.lse for part in found]), axis=0)
+        out = sum(part.out.astype(jnp.float32) * jnp.exp(part.lse - lse)[..., None] for part in found)
+        merged = Result(jnp.asarray(out).astype(q.dtype), lse) if parts > 1 else found[0]
+        grads = [
+            kernel.backward(part, merged, cotangent, size, precision) for part, size in zip(held, sizes, strict=True)
+        ]
+        assert all(x.dtype == jnp.float32 for part in grads for x in part)
+        dq, dk, dv = zip(*grads, strict=True)
+        return merged.out, jnp.asarray(sum(dq)), jnp.concatenate(dk, axis=1), jnp.concatenate(dv, axis=1)
 
     return run
 
