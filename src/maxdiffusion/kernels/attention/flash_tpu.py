@@ -33,7 +33,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jaxtyping import Array, Float
 
 from maxdiffusion.common_types import BlockSizes
-from maxdiffusion.kernels.attention.local import EMPTY_LSE, Inputs, Result
+from maxdiffusion.kernels.attention.local import EMPTY_LSE, Inputs, LocalKernel, Result
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +126,10 @@ class SplashKernel:
         """Tiles that pad nothing where they can and little elsewhere; heads beyond 128 get half as many keys."""
         largest = TILE_K if head_dim <= LANES else TILE_K // 2
         return BlockSizes(block_q=_tile(num_queries, TILE_Q), block_k=_tile(num_keys, largest))
+
+
+FLASH_TPU: LocalKernel = SplashKernel()
+"""Splash attention as the kernel of one TPU."""
 
 
 def _gradients(

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float
 from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.errors import UsageError
 from maxdiffusion.kernels.attention.flash_cpu import FLASH_CPU
+from maxdiffusion.kernels.attention.flash_tpu import FLASH_TPU
 from maxdiffusion.kernels.attention.local import Inputs, LocalKernel, attend
 from maxdiffusion.kernels.attention.reference import DOT_PRODUCT, check_arguments, dot_product_attention
 from maxdiffusion.parallel.layout import Layout
@@ -32,9 +33,11 @@ _KV_LOCAL = ("activation_batch", None, "activation_heads", None)
 _MASK_LOCAL = ("activation_batch", None)
 
 
-KernelName = Literal["dot_product", "flash_cpu"]
+KernelName = Literal["dot_product", "flash_cpu", "flash_tpu"]
 
-KERNELS: Mapping[KernelName, LocalKernel] = MappingProxyType({"dot_product": DOT_PRODUCT, "flash_cpu": FLASH_CPU})
+KERNELS: Mapping[KernelName, LocalKernel] = MappingProxyType(
+    {"dot_product": DOT_PRODUCT, "flash_cpu": FLASH_CPU, "flash_tpu": FLASH_TPU}
+)
 """What one device runs, by the name that a `Choice` has."""
 
 
@@ -49,6 +52,8 @@ def local_kernel(platform: str, head_dim: int) -> tuple[KernelName, str]:
         The kernel's name, and a few words that say what it is.
     """
     del head_dim
+    if platform == "tpu":
+        return "flash_tpu", "splash attention (Pallas, tpu)"
     missing = "" if platform == "cpu" else f"there is no {platform} kernel yet"
     return "flash_cpu", f"blockwise kernel in pure jax ({missing or platform})"
 
