@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -71,7 +72,7 @@ def from_torch(names: dict[str, tuple[int, ...]], shapes: dict) -> dict:
     """
     flat = dict(_flatten(shapes))
     tree: dict = {}
-    for name, shape in names.items():
+    for name, value in _parts({name: weight(name, shape) for name, shape in names.items()}):
         module = re.sub(r"\.(\d+)", r"_\1", name).split(".")[:-1]
         siblings = {path[-1] for path in flat if list(path[:-1]) == module}
         path = our_path(name, siblings)
@@ -79,9 +80,24 @@ def from_torch(names: dict[str, tuple[int, ...]], shapes: dict) -> dict:
         node = tree
         for part in path[:-1]:
             node = node.setdefault(part, {})
-        node[path[-1]] = ours(name, weight(name, shape), path[-1], target.shape).astype(np.float32)
+        node[path[-1]] = ours(name, value, path[-1], target.shape).astype(np.float32)
     assert not flat, f"no torch parameter fills {sorted(flat)}"
     return tree
+
+
+def _parts(weights: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """The weights with those apart that the original keeps in one: what reads heads, and what reads hidden units."""
+    for name, value in weights.items():
+        if not re.fullmatch(r"single_transformer_blocks\.\d+\.proj_out\.(weight|bias)", name):
+            yield name, value
+            continue
+        layer, leaf = name.rsplit(".", 1)
+        width = value.shape[0]
+        if leaf == "weight":
+            yield f"{layer}_attn.weight", value[:, :width]
+            yield f"{layer}_mlp.weight", value[:, width:]
+        else:
+            yield f"{layer}_mlp.bias", value
 
 
 def _flatten(tree: dict, prefix: tuple[str, ...] = ()):

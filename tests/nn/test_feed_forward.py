@@ -1,4 +1,4 @@
-"""The gated feed-forward network against its formula, and its pairs under tensor parallelism."""
+"""The feed-forward network, gated or not, against its formula, and its pairs under tensor parallelism."""
 
 from __future__ import annotations
 
@@ -27,6 +27,18 @@ def test_geglu_is_its_formula() -> None:
     hidden, gate = np.moveaxis(np.einsum("bli,ipm->blpm", np.asarray(x, np.float64), pair), 2, 0)
     gelu = 0.5 * gate * (1 + np.vectorize(math.erf)(gate / math.sqrt(2)))
     np.testing.assert_allclose(layer.apply(params, x), (hidden * gelu) @ out, rtol=1e-5, atol=1e-5)
+
+
+def test_gelu_is_its_formula() -> None:
+    layer = FeedForward(hidden="gelu-approximate", multiple=3, runtime=Runtime(precision=HIGHEST))
+    x = jax.random.normal(jax.random.key(1), (2, 3, 4))
+    params = nn.unbox(layer.init(jax.random.key(0), x))
+    kernel = np.asarray(params["params"]["net_0"]["proj"]["kernel"], np.float64)
+    hidden = np.asarray(x, np.float64) @ kernel
+    assert hidden.shape == (2, 3, 12)
+    gelu = 0.5 * hidden * (1 + np.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
+    out = np.asarray(params["params"]["net_2"]["kernel"], np.float64)
+    np.testing.assert_allclose(layer.apply(params, x), gelu @ out, rtol=1e-5, atol=1e-5)
 
 
 def test_tensor_parallelism_moves_no_hidden_unit(devices: np.ndarray) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from maxdiffusion.errors import UsageError
-from maxdiffusion.nn.norms import GroupNorm, LayerNorm
+from maxdiffusion.nn.norms import GroupNorm, LayerNorm, RMSNorm
 from maxdiffusion.runtime import Runtime
 
 SHAPE = (2, 5, 3, 12)
@@ -55,3 +55,16 @@ def test_statistics_are_float32_in_a_bfloat16_model() -> None:
 def test_groups_must_divide_the_channels() -> None:
     with pytest.raises(UsageError, match="norm_num_groups=5 does not divide 12"):
         GroupNorm(num_groups=5, runtime=Runtime()).init(jax.random.key(0), jnp.ones(SHAPE))
+
+
+def test_rms_norm_matches_float64_in_a_bfloat16_model() -> None:
+    layer = RMSNorm(runtime=Runtime(dtype=jnp.bfloat16))
+    x = (100 + jax.random.normal(jax.random.key(1), SHAPE)).astype(jnp.bfloat16)
+    scale = np.linspace(0.5, 2, 12)
+    with jax.numpy_dtype_promotion("strict"):
+        y = layer.apply({"params": {"scale": jnp.asarray(scale, jnp.float32)}}, x)
+    assert y.dtype == jnp.bfloat16
+    wide = np.asarray(x, np.float64)
+    exact = wide / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + 1e-6) * scale
+    # One rounding to 8 bits at the end.
+    np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=2**-8)

@@ -95,7 +95,7 @@ def test_a_run_that_is_there_is_not_touched(trained: TrainResult) -> None:
         ("model_config.image_size=16", "model_config.image_size follows from data.size"),
         ("model_config.dtype=bfloat16", "write dtype=... at the top level"),
         ("model_config.head_dim=0", "head_dim=0: write a whole number"),
-        ("model_config.fould=2", "'fould' is no keyword of the model pictures: did you mean 'fold'"),
+        ("model_config.fould=2", "'fould' is no keyword of Pictures: did you mean 'fold'"),
         ("diffusion.prediction=epsilon", "prediction 'epsilon' does not determine the data"),
         ("model=sd15", "model=sd15 cannot be trained or sampled from here yet: write model=pictures"),
     ],

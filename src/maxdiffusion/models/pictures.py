@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from maxdiffusion.errors import UsageError, nearest
+from maxdiffusion.errors import UsageError
 from maxdiffusion.models.spec import ModelSpec
 from maxdiffusion.models.text.transformer import TextOutput, TextTransformer
 from maxdiffusion.models.unet import FlaxUNet2DConditionModel
@@ -61,24 +61,6 @@ class Pictures(DiffusionModel, kw_only=True):
     text_width: int = 256
     text_layers: int = 4
     text_heads: int = 8
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], **overrides: Any) -> Pictures:
-        """The model with these constructor keywords.
-
-        Args:
-            config: keywords of the model.
-            overrides: keywords, of the model or of its execution, that come first.
-
-        Raises:
-            UsageError: an unknown keyword, with the nearest known one, or a value that cannot work.
-        """
-        known = [field.name for field in fields(cls) if field.name not in ("parent", "name")]
-        merged = {**config, **overrides}
-        for name in merged:
-            if name not in known:
-                raise UsageError(f"'{name}' is no keyword of the model pictures: {nearest(name, known)}")
-        return cls(**merged)
 
     def validate(self) -> None:
         """Checks what the UNet and the text transformer do not check themselves.

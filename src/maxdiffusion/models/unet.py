@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -49,7 +49,7 @@ class FlaxUNet2DConditionModel(UNetKeywords, DiffusionModel, kw_only=True):
     """
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], **overrides: Any) -> FlaxUNet2DConditionModel:
+    def from_config(cls, config: Mapping[str, Any], **overrides: Any) -> Self:
         """The model that a `config.json` of diffusers describes.
 
         Args:

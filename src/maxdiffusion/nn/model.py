@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import flax.linen as nn
 import jax
@@ -119,6 +119,24 @@ class DiffusionModel(nn.Module, kw_only=True):
     strict: bool = False
     quantization: str | None = None
     use_qwix_quantization: bool = False
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], **overrides: Any) -> Self:
+        """The model that a config describes, such as the dict of a `config.json`.
+
+        Args:
+            config: constructor keywords; those that begin with an underscore are the file's own notes.
+            overrides: constructor keywords, of the model or of its execution, that come first.
+
+        Raises:
+            UsageError: an unknown keyword, with the nearest known one, or a value that cannot work.
+        """
+        known = [field.name for field in fields(cls) if field.name not in ("parent", "name")]
+        given = {name: value for name, value in {**config, **overrides}.items() if not name.startswith("_")}
+        for name in given:
+            if name not in known:
+                raise UsageError(f"'{name}' is no keyword of {cls.__name__}: {nearest(name, known)}")
+        return cls(**given)
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self) if field.name not in ("parent", "name")):

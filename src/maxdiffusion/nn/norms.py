@@ -12,7 +12,7 @@ from maxdiffusion.nn.parameters import lead_axes, ones, parameter, zeros
 from maxdiffusion.runtime import Runtime
 
 
-def _standardise(x: Float[Array, "..."], axes: tuple[int, ...], epsilon: float) -> Float[Array, "..."]:
+def standardise(x: Float[Array, "..."], axes: tuple[int, ...], epsilon: float) -> Float[Array, "..."]:
     """Mean 0 and variance 1 over `axes`, in two passes: the difference of squares loses digits."""
     centred = x - jnp.mean(x, axes, keepdims=True)
     return centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axes, keepdims=True) + epsilon)
@@ -43,7 +43,7 @@ class LayerNorm(_Affine, kw_only=True):
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        return self.affine(_standardise(x.astype(jnp.float32), (x.ndim - 1,), self.epsilon))
+        return self.affine(standardise(x.astype(jnp.float32), (x.ndim - 1,), self.epsilon))
 
 
 class GroupNorm(_Affine, kw_only=True):
@@ -68,4 +68,23 @@ class GroupNorm(_Affine, kw_only=True):
             )
         grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], self.num_groups, channels // self.num_groups)
         axes = (*range(1, x.ndim - 1), x.ndim)
-        return self.affine(_standardise(grouped, axes, self.epsilon).reshape(x.shape))
+        return self.affine(standardise(grouped, axes, self.epsilon).reshape(x.shape))
+
+
+class RMSNorm(nn.Module, kw_only=True):
+    """Divides the last dimension by its root mean square (Zhang and Sennrich 2019); a `scale`, no bias.
+
+    Attributes:
+        runtime: how the model runs.
+        epsilon: added to the mean square.
+    """
+
+    runtime: Runtime
+    epsilon: float = 1e-6
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
+        scale = parameter(self, "scale", ones, x.shape[-1:], ("norm",), self.runtime, dtype=jnp.float32)
+        return (wide * lead_axes(scale, x.ndim)).astype(self.runtime.dtype)

@@ -1,0 +1,311 @@
+"""The transformer of FLUX.1: noisy image tokens, a time and a text to a velocity (MMDiT, Esser et al. 2024)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Num
+
+from maxdiffusion.errors import MaxDiffusionWarning, UsageError
+from maxdiffusion.kernels.rope import Rotation, rotation
+from maxdiffusion.models.flux_blocks import DoubleBlock, SingleBlock, Streams, TimeTextEmbedding, constrain_tokens
+from maxdiffusion.models.spec import ModelSpec
+from maxdiffusion.nn.linear import Dense
+from maxdiffusion.nn.model import DiffusionModel, at_border
+from maxdiffusion.nn.modulation import Modulation, modulate
+from maxdiffusion.nn.stack import apply_stack
+
+DOUBLE_BLOCKS, SINGLE_BLOCKS = "transformer_blocks", "single_transformer_blocks"
+"""Names of the two stacks of equal blocks, the ones that `scan_layers` scans."""
+
+_SIZES = (
+    "patch_size",
+    "in_channels",
+    "num_layers",
+    "num_single_layers",
+    "attention_head_dim",
+    "num_attention_heads",
+    "joint_attention_dim",
+    "pooled_projection_dim",
+)
+
+
+@struct.dataclass
+class Transformer2DModelOutput:
+    """What the transformer returns.
+
+    Attributes:
+        sample: (batch, image tokens, patch_size ** 2 * out_channels) in the model's dtype.
+    """
+
+    sample: Array
+
+
+class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
+    """The transformer of FLUX.1 (Black Forest Labs 2024), by the keywords of diffusers' `config.json`.
+
+    With no keywords that describe the network it is that of FLUX.1 [schnell] (11,891,178,560 parameters); with
+    `guidance_embeds=True` that of FLUX.1 [dev] (11,901,408,320). Execution keywords (`mesh`, `attention_kernel`,
+    `dtype`, ...) are those of `DiffusionModel`.
+
+        model = FlaxFluxTransformer2DModel(mesh=mesh, dtype="bfloat16", scan_layers=True)
+        params = model.init_weights(jax.random.key(0))
+        velocity = model.apply({"params": params}, latents, text, pooled, 0.5, img_ids, txt_ids).sample
+
+    Attributes:
+        patch_size: the result has `patch_size ** 2 * out_channels` channels a token (the published models fold
+            patches before the network and have 1).
+        in_channels: of an image token.
+        out_channels: of the result; None for `in_channels`.
+        num_layers: double blocks, with a stream for the image and one for the text.
+        num_single_layers: single blocks, after them, over both in one stream.
+        attention_head_dim: width of an attention head.
+        num_attention_heads: number of heads; the streams are as wide as all heads together.
+        joint_attention_dim: width of the text states.
+        pooled_projection_dim: width of the pooled text.
+        guidance_embeds: the model knows its guidance scale, by distillation.
+        axes_dims_rope: channels of a head that each axis of the position ids turns; together a head.
+    """
+
+    patch_size: int = 1
+    in_channels: int = 64
+    out_channels: int | None = None
+    num_layers: int = 19
+    num_single_layers: int = 38
+    attention_head_dim: int = 128
+    num_attention_heads: int = 24
+    joint_attention_dim: int = 4096
+    pooled_projection_dim: int = 768
+    guidance_embeds: bool = False
+    axes_dims_rope: Sequence[int] = (16, 56, 56)
+
+    @property
+    def width(self) -> int:
+        """Width of the token streams."""
+        return self.num_attention_heads * self.attention_head_dim
+
+    def validate(self) -> None:
+        """Checks the keywords that describe the network.
+
+        Raises:
+            UsageError: with the keyword's name and what would work.
+
+        Warns:
+            MaxDiffusionWarning: in float16, whose range the activations of the published weights leave.
+        """
+        sizes = {name: getattr(self, name) for name in _SIZES}
+        sizes |= {} if self.out_channels is None else {"out_channels": self.out_channels}
+        for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise UsageError(f"{name}={size!r}: write a whole number, 1 or more")
+        dims = tuple(self.axes_dims_rope)
+        if sum(dims) != self.attention_head_dim or any(dim < 2 or dim % 2 for dim in dims):
+            raise UsageError(
+                f"axes_dims_rope={dims} must be even numbers that add up to attention_head_dim="
+                f"{self.attention_head_dim}, but add up to {sum(dims)}"
+            )
+        if self.runtime.dtype == jnp.float16:
+            text = "FLUX.1 in float16 can overflow to nan: the weights were released in bfloat16, write dtype=bfloat16"
+            warnings.warn(text, MaxDiffusionWarning, stacklevel=2)
+
+    def dummy_inputs(self) -> dict[str, Any]:
+        """Keyword arguments of the smallest call that makes every parameter, as `jax.ShapeDtypeStruct`s."""
+
+        def array(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+
+        inputs = {
+            "hidden_states": array(1, self.in_channels),
+            "encoder_hidden_states": array(1, self.joint_attention_dim),
+            "pooled_projections": array(self.pooled_projection_dim),
+            "timestep": array(),
+            "img_ids": array(1, len(self.axes_dims_rope)),
+            "txt_ids": array(1, len(self.axes_dims_rope)),
+        }
+        return inputs | ({"guidance": array()} if self.guidance_embeds else {})
+
+    @at_border
+    @nn.compact
+    def __call__(
+        self,
+        hidden_states: Float[Array, "batch image in_channels"],
+        encoder_hidden_states: Float[Array, "batch text joint_attention_dim"],
+        pooled_projections: Float[Array, "batch pooled_projection_dim"],
+        timestep: Num[Array, "*batch"] | float,
+        img_ids: Num[Array, "*batch image axes"],
+        txt_ids: Num[Array, "*batch text axes"],
+        guidance: Num[Array, "*batch"] | float | None = None,
+        *,
+        encoder_attention_mask: Bool[Array, "batch text"] | None = None,
+    ) -> Transformer2DModelOutput:
+        """The velocity for noisy image tokens.
+
+        Args:
+            hidden_states: noisy image tokens; any number of them, in the order of `img_ids`.
+            encoder_hidden_states: states of the text.
+            pooled_projections: one vector for the whole text.
+            timestep: from 0 (data) to 1 (noise); one for all, or one an example.
+            img_ids: position of each image token along each axis of `axes_dims_rope`, the same for all examples or
+                one set an example.
+            txt_ids: position of each text token; zeros in the published models.
+            guidance: scale, one for all or one an example; for a model with `guidance_embeds` only.
+            encoder_attention_mask: True for the text tokens that may be read. The published models were trained
+                without one and read their padding.
+
+        Raises:
+            UsageError: an input has the wrong shape, is missing, or is of no use to this model.
+        """
+        self._check_tokens(hidden_states, encoder_hidden_states, pooled_projections, encoder_attention_mask)
+        runtime, layout = self.runtime, self.layout
+        batch, num_text = encoder_hidden_states.shape[:2]
+        cond = self._condition(timestep, guidance, pooled_projections)
+        turn = self._turn(txt_ids, img_ids, (batch, num_text, hidden_states.shape[1]))
+        mask = self._mask(encoder_attention_mask, hidden_states.shape[1])
+
+        def embed(x: Array, reads: str, name: str) -> Array:
+            x = constrain_tokens(layout, x).astype(runtime.dtype)
+            x = Dense(features=(self.width,), names=(reads, "mlp"), runtime=runtime, name=name)(x)
+            return constrain_tokens(layout, x)
+
+        streams = Streams(
+            image=embed(hidden_states, "conv_in", "x_embedder"),
+            text=embed(encoder_hidden_states, "cross_embed", "context_embedder"),
+        )
+        attributes = {"num_heads": self.num_attention_heads, "runtime": runtime}
+        streams = apply_stack(
+            DoubleBlock,
+            streams,
+            cond,
+            turn,
+            mask,
+            num_layers=self.num_layers,
+            name=DOUBLE_BLOCKS,
+            runtime=runtime,
+            attributes=attributes,
+        )
+        x = constrain_tokens(layout, jnp.concatenate([streams.text, streams.image], axis=1))
+        x = apply_stack(
+            SingleBlock,
+            x,
+            cond,
+            turn,
+            mask,
+            num_layers=self.num_single_layers,
+            name=SINGLE_BLOCKS,
+            runtime=runtime,
+            attributes=attributes,
+        )
+        x = constrain_tokens(layout, x[:, num_text:])
+        scale, shift = Modulation(num_parts=2, runtime=runtime, name="norm_out")(cond)
+        features = (self.patch_size**2 * (self.out_channels or self.in_channels),)
+        out = Dense(features=features, names=("embed", "conv_out"), runtime=runtime, name="proj_out")
+        return Transformer2DModelOutput(sample=constrain_tokens(layout, out(modulate(x, shift, scale))))
+
+    def _check_tokens(self, image: Array, text: Array, pooled: Array, mask: Array | None) -> None:
+        _check("hidden_states", image, (None, None, self.in_channels), "batch, image tokens, in_channels")
+        batch, num_text = image.shape[0], None if text.ndim < 2 else text.shape[1]
+        _check(
+            "encoder_hidden_states", text, (batch, None, self.joint_attention_dim), "batch, tokens, joint_attention_dim"
+        )
+        _check("pooled_projections", pooled, (batch, self.pooled_projection_dim), "batch, pooled_projection_dim")
+        if mask is not None:
+            _check("encoder_attention_mask", mask, (batch, num_text), "batch, text tokens")
+            if mask.dtype != jnp.bool_:
+                raise UsageError(
+                    f"encoder_attention_mask has dtype {mask.dtype}: give booleans, True for tokens to read"
+                )
+
+    def _condition(
+        self, timestep: Num[Array, "*batch"] | float, guidance: Num[Array, "*batch"] | float | None, pooled: Array
+    ) -> Float[Array, "batch width"]:
+        """What modulates every block."""
+        if self.guidance_embeds and guidance is None:
+            raise UsageError("guidance is missing: this model has guidance_embeds; give a scale such as 3.5")
+        if guidance is not None and not self.guidance_embeds:
+            raise UsageError("guidance is of no use: this model has no guidance_embeds; leave it out")
+        layout, batch = self.layout, pooled.shape[0]
+
+        def each(value: Num[Array, "*batch"] | float, name: str) -> Array:
+            array = jnp.asarray(value)
+            if array.shape not in ((), (batch,)):
+                raise UsageError(
+                    f"{name} has shape {array.shape}: give one number, or one for each of {batch} examples"
+                )
+            return layout.constrain(jnp.broadcast_to(array, (batch,)), "activation_batch")
+
+        embedding = TimeTextEmbedding(features=self.width, runtime=self.runtime, name="time_text_embed")
+        return embedding(
+            each(timestep, "timestep"),
+            None if guidance is None else each(guidance, "guidance"),
+            layout.constrain(pooled, "activation_batch", "activation_embed"),
+        )
+
+    def _turn(self, txt_ids: Array, img_ids: Array, sizes: tuple[int, int, int]) -> Rotation:
+        """The rotation of text and image tokens, in the order in which they are attended to."""
+        batch, num_text, num_image = sizes
+        both = []
+        for name, ids, tokens in (("txt_ids", txt_ids, num_text), ("img_ids", img_ids, num_image)):
+            lead = (batch,) if ids.ndim == 3 else ()
+            axes = len(self.axes_dims_rope)
+            _check(name, ids, (*lead, tokens, axes), f"{'batch, ' if lead else ''}tokens, axes")
+            both.append(ids.astype(jnp.float32).reshape(-1, tokens, axes))
+        rows = max(ids.shape[0] for ids in both)
+        ids = jnp.concatenate([jnp.broadcast_to(ids, (rows, *ids.shape[1:])) for ids in both], axis=1)
+        names = (None if rows < batch else "activation_batch", "activation_length", None)
+        turn = rotation(self.layout.constrain(ids, *names), self.axes_dims_rope)
+        return Rotation(*(self.layout.constrain(table, *names) for table in turn))
+
+    def _mask(self, mask: Array | None, num_image: int) -> Bool[Array, "batch text_and_image"] | None:
+        """The mask of all tokens, those of the image never hidden."""
+        if mask is None:
+            return None
+        whole = jnp.concatenate([mask, jnp.ones((mask.shape[0], num_image), bool)], axis=1)
+        return self.layout.constrain(whole, "activation_batch", "activation_kv_length")
+
+
+def _check(name: str, array: Array, wanted: tuple[int | None, ...], meaning: str) -> None:
+    """Refuses an array of another shape; None stands for any size.
+
+    Raises:
+        UsageError: with the shape that this model takes.
+    """
+    fits = array.ndim == len(wanted) and all(size in (None, got) for size, got in zip(wanted, array.shape, strict=True))
+    if not fits:
+        takes = ", ".join("any" if size is None else str(size) for size in wanted)
+        raise UsageError(f"{name} has shape {tuple(array.shape)}, but this call takes ({takes}): {meaning}")
+
+
+_TINY: dict[str, Any] = {
+    "in_channels": 16,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 8,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 24,
+    "pooled_projection_dim": 16,
+    "axes_dims_rope": (2, 2, 4),
+}
+
+FLUX_DEV = ModelSpec(
+    name="flux-dev",
+    family="flux",
+    license="FLUX.1 [dev] Non-Commercial License",
+    denoiser=FlaxFluxTransformer2DModel,
+    config={"guidance_embeds": True},
+    tiny={**_TINY, "guidance_embeds": True},
+)
+
+FLUX_SCHNELL = ModelSpec(
+    name="flux-schnell",
+    family="flux",
+    license="Apache-2.0",
+    denoiser=FlaxFluxTransformer2DModel,
+    config={"guidance_embeds": False},
+    tiny=_TINY,
+)
