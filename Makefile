@@ -7,9 +7,10 @@ VENV   ?= $(if $(filter python3,$(PYTHON)),.venv,.venv-py$(PYVER))
 PIN    := constraints/py$(if $(filter 311,$(PYVER)),311,313).txt
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+AOT    := $(VENV)/aot
 DEMO   := runs/demo
 
-.PHONY: demo test test-full setup lint format docs pin clean
+.PHONY: demo test test-full setup aot lint format docs pin clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +19,7 @@ help:
 	@echo "make test-full  all tests"
 	@echo "make lint       ruff, pyright, import-linter"
 	@echo "make docs       build the documentation into site/"
+	@echo "make aot        install compilers for TPUs and GPUs into $(AOT): the tests then compile for hardware that is not here"
 	@echo "make setup      create $(VENV) and install into it (done by the others on their own)"
 
 setup: $(STAMP)
@@ -30,6 +32,17 @@ $(STAMP): pyproject.toml $(PIN) Makefile
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PIN) -e '.[dev,docs]'
 	@touch $(STAMP)
 	@echo "setup: done"
+
+# In a folder of their own, which only the tests that compile ahead of time read: in the environment itself, jax would
+# look for the hardware at every start. --no-deps: no CUDA libraries.
+aot: $(AOT)/.installed
+
+$(AOT)/.installed: $(STAMP)
+	@echo "aot: compilers for TPUs and GPUs, into $(AOT)"
+	@rm -rf $(AOT)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PIN) --no-deps --target $(AOT) \
+	  $$($(BIN)/python -c 'import tomllib; print(*(r.split(";")[0] for r in tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["aot"]))')
+	@touch $@
 
 demo: setup
 	@rm -rf $(DEMO)
@@ -63,7 +76,7 @@ docs: setup
 # Newest versions that the ranges in pyproject.toml allow, written down as name==version lines.
 pin:
 	@rm -rf build/pin && $(PYTHON) -m venv build/pin
-	@build/pin/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,docs]'
+	@build/pin/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,docs,aot]'
 	@build/pin/bin/python -m pip freeze --exclude-editable | grep == > $(PIN)
 	@echo "pin: wrote $(PIN)"
 

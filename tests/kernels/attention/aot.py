@@ -1,0 +1,92 @@
+"""Compiles attention for accelerators that this machine lacks: `python -m tests.kernels.attention.aot TARGET FOLDER`.
+
+Runs in a process of its own, so that the compilers of other platforms never meet the tests' eight CPU devices. Each
+program's StableHLO and compiled text go into the folder as NAME.stablehlo and NAME.hlo.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from maxdiffusion.common_types import BlockSizes
+from maxdiffusion.kernels.attention.select import attention
+from maxdiffusion.parallel.layout import Layout
+from maxdiffusion.specs import AttentionSpec
+
+TPUS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+"""Topologies of four chips."""
+
+# What a compiler has to know of an H100 SXM: NVIDIA's data sheet and the limits of compute capability 9.0.
+H100 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 minor: 0 }
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  l2_cache_size: 52428800 memory_bandwidth: 3350000000000 device_memory_size: 85899345920
+}
+platform_name: "CUDA"
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+PAGE = BlockSizes(block_q=128, block_k=128, block_b=1, block_q_dkv=128, block_k_dkv=128, block_k_dq=128, block_q_dq=128)
+
+QKV = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
+
+# length, keys, head size, dtype, masked, tiles; batch 2 and 4 heads over the mesh (data=2, tensor=2)
+PROGRAMS = {
+    "image": (4608, 4608, 64, "bfloat16", False, None),
+    "page-sizes": (4608, 4608, 40, "bfloat16", False, PAGE),
+    "text": (333, 77, 80, "float32", True, None),
+    "wide": (4992, 4992, 160, "float32", True, None),
+    "video": (32_760, 32_760, 128, "bfloat16", True, None),
+}
+
+
+def devices(target: str) -> list[jax.Device]:
+    """Four devices of the target, to compile for."""
+    if target in TPUS:
+        return topologies.get_topology_desc(platform="tpu", topology_name=TPUS[target]).devices
+    return topologies.get_topology_desc(platform="cuda", topology="1x1x4", target_config=H100).devices
+
+
+def lower(name: str, mesh: Mesh) -> jax.stages.Lowered:
+    """The output and the gradients of one program, through the public entry."""
+    length, keys, dim, dtype, masked, blocks = PROGRAMS[name]
+    layout = Layout.of(mesh)
+    spec = AttentionSpec(kernel="flash", flash_min_seq_length=0, block_sizes=blocks)
+
+    def shape(num_tokens: int) -> jax.ShapeDtypeStruct:
+        size = (2, num_tokens, 4, dim)
+        return jax.ShapeDtypeStruct(size, dtype, sharding=layout.sharding(*QKV, shape=size))
+
+    mask = jax.ShapeDtypeStruct((2, keys), jnp.bool_, sharding=layout.sharding("activation_batch", None))
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, cotangent: jax.Array):
+        out, pull = jax.vjp(partial(attention, mask=mask, spec=spec, layout=layout), q, k, v)
+        return out, pull(cotangent)
+
+    return jax.jit(run).lower(shape(length), shape(keys), shape(keys), mask if masked else None, shape(length))
+
+
+def main() -> None:
+    target, folder, names = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    mesh = Mesh(np.array(devices(target)).reshape(2, 2), ("data", "tensor"))
+    for name in names:
+        lowered = lower(name, mesh)
+        (folder / f"{name}.stablehlo").write_text(lowered.as_text())
+        (folder / f"{name}.hlo").write_text(lowered.compile().as_text() or "")
+
+
+if __name__ == "__main__":
+    main()

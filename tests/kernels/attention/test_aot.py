@@ -1,0 +1,74 @@
+"""Attention compiled ahead of time for accelerators that this machine lacks (`make aot` installs their compilers)."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.attention.aot import PROGRAMS, TPUS
+
+_ROOT = Path(__file__).parents[3]
+_COMPILERS = Path(sys.prefix) / "aot"
+"""Where `make aot` puts them: beside the environment, so that jax does not look for their hardware elsewhere."""
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """Texts of one program: what jax handed to the compiler, and what the compiler made of it."""
+
+    stablehlo: str
+    hlo: str
+
+
+def _compile(target: str, names: list[str], folder: Path) -> dict[str, _Compiled]:
+    plugin = "libtpu" if target in TPUS else "jax_plugins/xla_cuda13"
+    if not any((Path(path) / plugin).is_dir() for path in (_COMPILERS, *sys.path)):
+        pytest.skip(f"no compiler for {target} here ({plugin}): make aot")
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(_ROOT / "src"), str(_COMPILERS), env.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "tests.kernels.attention.aot", target, str(folder), *names]
+    ran = subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True, timeout=280, check=False)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return {
+        name: _Compiled((folder / f"{name}.stablehlo").read_text(), (folder / f"{name}.hlo").read_text())
+        for name in names
+    }
+
+
+def _collectives(text: str) -> list[str]:
+    kinds = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
+    return re.findall(rf" ({kinds})(?:-start)?\(", text)
+
+
+def _lengths(text: str) -> set[int]:
+    """Every dimension beyond 1024 of every array in compiled text."""
+    shapes = re.findall(r"\b(?:f32|bf16|pred|s32)\[([0-9,]+)\]", text)
+    return {int(size) for shape in shapes for size in shape.split(",") if int(size) > 1024}
+
+
+@pytest.mark.parametrize("target", TPUS)
+def test_tpus_run_splash_attention(target: str, tmp_path: Path) -> None:
+    """Forward and backward; each chip its own batch row and heads, nothing exchanged, 4,608 tokens not padded."""
+    program = _compile(target, ["image"], tmp_path)["image"]
+    assert program.hlo.count('custom_call_target="tpu_custom_call"') == 3  # forward, keys and values, queries
+    assert _collectives(program.hlo) == []
+    assert _lengths(program.hlo) == {4608}
+    assert "bf16[1,4608,2,64]" in program.hlo
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TPUS)
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {"image"}))
+def test_every_program_compiles_for_tpus(target: str, name: str, tmp_path: Path) -> None:
+    """The seven block sizes of the page, masks, float32, wide heads, lengths that no tile divides."""
+    program = _compile(target, [name], tmp_path)[name]
+    assert program.hlo.count('custom_call_target="tpu_custom_call"') == 3
+    assert _collectives(program.hlo) == []
+    length, _, _, _, masked, _ = PROGRAMS[name]
+    assert masked == ("_segmented" in program.hlo) or length % 128
