@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from maxdiffusion.errors import UsageError, nearest
-from maxdiffusion.specs import AttentionSpec, QuantSpec, RematSpec
+from maxdiffusion.specs import AttentionSpec, PipelineSpec, QuantSpec, RematSpec
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,9 @@ from maxdiffusion.specs import AttentionSpec, QuantSpec, RematSpec
         (lambda: AttentionSpec(kernel="flsh"), "did you mean 'flash'"),  # type: ignore[arg-type]
         (lambda: AttentionSpec(flash_min_seq_length=-1), "0 or more"),
         (lambda: RematSpec(policy="ful"), "did you mean 'full'"),  # type: ignore[arg-type]
+        (lambda: PipelineSpec(schedule="gpip"), "did you mean 'gpipe'"),  # type: ignore[arg-type]
+        (lambda: PipelineSpec(microbatches=0), "pipeline_microbatches=0"),
+        (lambda: PipelineSpec(repeats=2), 'pipeline_schedule="circular" repeats'),
         (lambda: QuantSpec(mode="int8"), "quantization='int8' is not available yet"),
     ],
 )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from maxdiffusion.parallel.layout import Layout
-from maxdiffusion.specs import AttentionSpec, QuantSpec, RematSpec
+from maxdiffusion.specs import AttentionSpec, PipelineSpec, QuantSpec, RematSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,7 @@ class Runtime:
         remat: what the backward pass recomputes.
         quant: quantisation.
         scan_layers: equal blocks are stacked and scanned.
+        pipeline: schedule of stacked blocks where a mesh axis holds their stages.
     """
 
     layout: Layout = field(default_factory=Layout)
@@ -35,3 +36,4 @@ class Runtime:
     remat: RematSpec = field(default_factory=RematSpec)
     quant: QuantSpec = field(default_factory=QuantSpec)
     scan_layers: bool = False
+    pipeline: PipelineSpec = field(default_factory=PipelineSpec)

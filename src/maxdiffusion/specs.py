@@ -16,6 +16,7 @@ MESH_AXES = ("stage", "data", "fsdp", "cfg", "context", "tensor")
 
 AttentionKernel = Literal["dot_product", "flash"]
 RematPolicy = Literal["none", "minimal", "full"]
+PipelineSchedule = Literal["gpipe", "circular"]
 Precision = Literal["default", "high", "highest"]
 
 
@@ -174,6 +175,33 @@ class RematSpec:
 
     def __post_init__(self) -> None:
         _one_of(self.policy, RematPolicy, "remat_policy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSpec:
+    """How stacked blocks run where a mesh axis holds their stages.
+
+    Attributes:
+        schedule: `gpipe` (each stage has neighbouring layers) or `circular` (each stage has several runs of layers,
+            and microbatches go round: a smaller bubble for more moves).
+        microbatches: parts of the batch; None chooses.
+        repeats: rounds of the circular schedule; None for as many as leave a stage one layer a round.
+    """
+
+    schedule: PipelineSchedule = "gpipe"
+    microbatches: int | None = None
+    repeats: int | None = None
+
+    def __post_init__(self) -> None:
+        _one_of(self.schedule, PipelineSchedule, "pipeline_schedule")
+        for name, value in (("pipeline_microbatches", self.microbatches), ("pipeline_repeats", self.repeats)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UsageError(f"{name}={value!r}: write a whole number, 1 or more, or leave it out")
+        if self.schedule == "gpipe" and (self.repeats or 1) > 1:
+            raise UsageError(
+                f'pipeline_repeats={self.repeats}: only pipeline_schedule="circular" repeats; write it, or leave '
+                "pipeline_repeats out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from maxdiffusion.config.schema import (
     mesh_sizes,
 )
 from maxdiffusion.errors import MeshError, UsageError
-from maxdiffusion.specs import AttentionSpec, MeshSpec, QuantSpec, RematSpec
+from maxdiffusion.specs import AttentionSpec, MeshSpec, PipelineSpec, QuantSpec, RematSpec
 
 
 def test_defaults_are_the_defaults_of_the_specs() -> None:
@@ -33,6 +33,7 @@ def test_defaults_are_the_defaults_of_the_specs() -> None:
     assert recipe.attention_spec == AttentionSpec()
     assert recipe.remat_spec == RematSpec()
     assert recipe.quant_spec == QuantSpec()
+    assert recipe.pipeline_spec == PipelineSpec()
     assert recipe.rules is None
 
 
@@ -58,12 +59,16 @@ def test_settings_reach_the_specs() -> None:
         flash_min_seq_length=0,
         flash_block_sizes={"block_q": 128, "block_k": 256},  # type: ignore[arg-type]
         remat_policy="minimal",
+        pipeline_schedule="circular",
+        pipeline_microbatches=6,
+        pipeline_repeats=3,
         logical_axis_rules=[("embed", "tensor"), ("mlp", None), ("activation_batch", ["data", "fsdp"])],  # type: ignore[arg-type]
     )
     assert recipe.mesh_spec == MeshSpec(data=2, tensor=2, dcn={"data": 2})
     blocks = BlockSizes(block_q=128, block_k=256)
     assert recipe.attention_spec == AttentionSpec(kernel="flash", flash_min_seq_length=0, block_sizes=blocks)
     assert recipe.remat_spec == RematSpec(policy="minimal")
+    assert recipe.pipeline_spec == PipelineSpec(schedule="circular", microbatches=6, repeats=3)
     assert recipe.rules == (("embed", "tensor"), ("mlp", None), ("activation_batch", ("data", "fsdp")))
 
 

@@ -15,6 +15,7 @@ from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.errors import LayoutWarning, RuleError, UsageError
 from maxdiffusion.nn.linear import Dense
 from maxdiffusion.nn.model import DiffusionModel
+from maxdiffusion.specs import PipelineSpec
 
 
 class Line(DiffusionModel, kw_only=True):
@@ -49,6 +50,9 @@ def test_keywords_become_one_runtime(data_model: Mesh) -> None:
         weights_dtype=jnp.bfloat16,
         remat_policy="minimal",
         scan_layers=True,
+        pipeline_schedule="circular",
+        pipeline_microbatches=4,
+        pipeline_repeats=2,
         precision="highest",
     )
     runtime = model.runtime
@@ -57,6 +61,7 @@ def test_keywords_become_one_runtime(data_model: Mesh) -> None:
     assert runtime.dtype == runtime.weights_dtype == jnp.dtype(jnp.bfloat16)
     assert runtime.precision is jax.lax.Precision.HIGHEST
     assert (runtime.remat.policy, runtime.scan_layers) == ("minimal", True)
+    assert runtime.pipeline == PipelineSpec(schedule="circular", microbatches=4, repeats=2)
     assert runtime.layout.mesh == data_model
 
 
@@ -66,6 +71,9 @@ def test_keywords_become_one_runtime(data_model: Mesh) -> None:
         ({"attention_kernel": "flash"}, 'attention_kernel="flash" needs a mesh: give mesh='),
         ({"attention_kernel": "flsh"}, "did you mean 'flash'"),
         ({"remat_policy": "ful"}, "did you mean 'full'"),
+        ({"pipeline_schedule": "circlar"}, "did you mean 'circular'"),
+        ({"pipeline_microbatches": 0}, "pipeline_microbatches=0: write a whole number, 1 or more"),
+        ({"pipeline_repeats": 2}, 'only pipeline_schedule="circular" repeats'),
         ({"precision": "hihgest"}, "did you mean 'highest'"),
         ({"quantization": "int8"}, "quantization='int8' is not available yet"),
         ({"use_qwix_quantization": True}, "use_qwix_quantization=True is not available yet"),
@@ -152,3 +160,12 @@ def test_a_committed_key_is_moved_to_the_mesh(fsdp_tensor: Mesh, devices: np.nda
     key = jax.device_put(jax.random.key(0), devices[3])
     params = Line(mesh=fsdp_tensor).init_weights(key)
     assert params["proj"]["bias"].sharding.mesh == fsdp_tensor
+
+
+def test_stages_without_stacked_blocks_are_told(devices: np.ndarray) -> None:
+    mesh = Mesh(devices.reshape(2, 4), ("stage", "data"))
+    with pytest.warns(LayoutWarning, match="2 stages of mesh axis 'stage' repeat the same work: .* scan_layers=True"):
+        Line(mesh=mesh)
+    with pytest.raises(UsageError, match="scan_layers=True"):
+        Line(mesh=mesh, strict=True)
+    Line(mesh=mesh, scan_layers=True, strict=True)

@@ -1,7 +1,8 @@
-"""Stacks: unrolled, scanned and rematerialised give one answer, values and gradients."""
+"""Stacks: unrolled, scanned, pipelined and rematerialised give one answer, values and gradients."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -9,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from maxdiffusion.nn.linear import Dense
 from maxdiffusion.nn.parameters import parameter_names
 from maxdiffusion.nn.stack import apply_stack, remat, stack_params, unstack_params
+from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.runtime import Runtime
-from maxdiffusion.specs import RematSpec
+from maxdiffusion.specs import PipelineSpec, RematSpec
 
 POLICIES = ("none", "minimal", "full")
 
@@ -109,12 +112,18 @@ class Pair(nn.Module):
 
 class Pairs(nn.Module):
     runtime: Runtime
+    num_layers: int = 3
 
     @nn.compact
     def __call__(self, x: dict[str, jax.Array], shift: jax.Array) -> dict[str, jax.Array]:
-        attributes = {"runtime": self.runtime}
         return apply_stack(
-            Pair, x, (shift, None), num_layers=3, name="blocks", runtime=self.runtime, attributes=attributes
+            Pair,
+            x,
+            (shift, None),
+            num_layers=self.num_layers,
+            name="blocks",
+            runtime=self.runtime,
+            attributes={"runtime": self.runtime},
         )
 
 
@@ -161,3 +170,97 @@ def test_each_policy_keeps_less_than_the_one_before() -> None:
 
 def test_without_rematerialisation_a_block_stays_itself() -> None:
     assert remat(Block, runtime("none", False)) is Block
+
+
+KEYS = jax.random.split(jax.random.key(5), 3)
+WIDE = {"a": jax.random.normal(KEYS[0], (8, 16)), "b": jax.random.normal(KEYS[1], (8, 8))}
+DEEP_SHIFT = jax.random.normal(KEYS[2], (8, 8))
+
+
+def deep_loss(model: Pairs, params: dict) -> tuple[jax.Array, Any]:
+    def loss(params: dict, x: Any, shift: jax.Array) -> jax.Array:
+        out = model.apply({"params": params}, x, shift)
+        return jnp.sum(jnp.square(out["a"])) + jnp.sum(out["b"])
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(params, WIDE, DEEP_SHIFT)
+
+
+PIPELINES = {
+    "gpipe": ({"stage": 2}, "none", PipelineSpec()),
+    "gpipe x data, minimal": ({"stage": 2, "data": 2}, "minimal", PipelineSpec(microbatches=1)),
+    "gpipe x tensor, full": ({"stage": 4, "tensor": 2}, "full", PipelineSpec(microbatches=2)),
+    "circular, none": ({"stage": 2}, "none", PipelineSpec(schedule="circular")),
+    "circular x fsdp, full": ({"stage": 2, "fsdp": 2}, "full", PipelineSpec(schedule="circular", microbatches=2)),
+}
+
+
+@pytest.fixture(scope="module")
+def scanned_pairs() -> tuple[dict, Any, Any]:
+    """Parameters of a scanned stack of four blocks, and its value and gradients on one device."""
+    model = Pairs(runtime("none", True), num_layers=4)
+    params = nn.unbox(model.init(jax.random.key(0), WIDE, DEEP_SHIFT))["params"]
+    return params, *deep_loss(model, params)
+
+
+@pytest.mark.parametrize("case", PIPELINES)
+def test_a_pipeline_has_the_parameters_and_numbers_of_the_scan(
+    case: str, devices: np.ndarray, scanned_pairs: tuple[dict, Any, Any]
+) -> None:
+    """Parts of the batch add gradients in another order: 1e-5; values differ by the order of products only."""
+    sizes, policy, spec = PIPELINES[case]
+    mesh = Mesh(devices[: np.prod([*sizes.values()])].reshape(*sizes.values()), tuple(sizes))
+    layout = Layout.of(mesh)
+    model = Pairs(dataclasses.replace(runtime(policy, True), layout=layout, pipeline=spec), num_layers=4)
+    boxed = jax.eval_shape(lambda: model.init(jax.random.key(0), WIDE, DEEP_SHIFT)["params"])
+    params, expected, grads = scanned_pairs
+    assert jax.tree.map(lambda leaf: leaf.shape, nn.unbox(boxed)) == jax.tree.map(lambda leaf: leaf.shape, params)
+    placed = jax.device_put(params, layout.shardings(nn.unbox(boxed), parameter_names(boxed)))
+    assert placed["blocks"]["dense"]["kernel"].sharding.spec[0] == "stage"
+    value, got = deep_loss(model, placed)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for leaf, other in zip(jax.tree.leaves(got), jax.tree.leaves(grads), strict=True):
+        assert np.abs(leaf - other).max() <= 1e-5 * np.abs(other).max()
+
+
+def piped(layout: Layout, policy: str, spec: PipelineSpec) -> tuple[Any, Any]:
+    """The outputs as a function of the parameters, and the parameters' shapes."""
+    model = Pairs(dataclasses.replace(runtime(policy, True), layout=layout, pipeline=spec), num_layers=4)
+    params = jax.eval_shape(lambda: nn.unbox(model.init(jax.random.key(0), WIDE, DEEP_SHIFT))["params"])
+    return (lambda params: model.apply({"params": params}, WIDE, DEEP_SHIFT)), params
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "circular"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_block_in_a_pipeline_is_rematerialised_once(policy: str, schedule: Any, devices: np.ndarray) -> None:
+    """The traced program has as many products as that of the scan."""
+
+    def products(layout: Layout) -> int:
+        apply, params = piped(layout, policy, PipelineSpec(schedule=schedule))
+        return str(jax.make_jaxpr(jax.grad(lambda params: jnp.sum(apply(params)["a"])))(params)).count("dot_general")
+
+    assert products(Layout.of(Mesh(devices[:2], ("stage",)))) == products(Layout())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "circular"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_pipeline_keeps_no_copy_of_its_weights_for_each_tick(policy: str, schedule: Any, devices: np.ndarray) -> None:
+    layout = Layout.of(Mesh(devices[:2], ("stage",)))
+    apply, params = piped(layout, policy, PipelineSpec(schedule=schedule, microbatches=8))
+    kept = jax.make_jaxpr(lambda params: jax.vjp(apply, params)[1])(params).out_avals
+    kernels = sum(leaf.size for leaf in kept if leaf.ndim > 2 and leaf.shape[-2:] == (8, 8))
+    assert kernels <= params["blocks"]["dense"]["kernel"].size
+
+
+def test_modules_in_a_pipeline_know_their_place(devices: np.ndarray) -> None:
+    layout = Layout.of(Mesh(devices[:2], ("stage",)))
+    paths = set()
+
+    def note(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        paths.add("/".join(context.module.path))
+        return call(*args, **kwargs)
+
+    model = Pairs(dataclasses.replace(runtime("none", True), layout=layout), num_layers=4)
+    params = nn.unbox(model.init(jax.random.key(0), WIDE, DEEP_SHIFT))
+    with nn.intercept_methods(note):
+        jax.eval_shape(lambda: model.apply(params, WIDE, DEEP_SHIFT))
+    assert paths == {"", "blocks", "blocks/dense"}

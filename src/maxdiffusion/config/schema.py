@@ -17,6 +17,8 @@ from maxdiffusion.specs import (
     AttentionKernel,
     AttentionSpec,
     MeshSpec,
+    PipelineSchedule,
+    PipelineSpec,
     Precision,
     QuantSpec,
     RematPolicy,
@@ -212,7 +214,10 @@ class Recipe:
         weights_dtype: dtype that the model's weights are used in (the optimizer's are float32).
         precision: precision of float32 matrix products.
         remat_policy: what the backward pass recomputes.
-        scan_layers: equal blocks are stacked and scanned.
+        scan_layers: equal blocks are stacked and scanned, or pipelined where the mesh has stages.
+        pipeline_schedule: `gpipe` or `circular`.
+        pipeline_microbatches: parts of the batch that flow through the stages; null chooses.
+        pipeline_repeats: rounds of the circular schedule; null chooses.
         use_qwix_quantization: not available yet.
         quantization: not available yet.
         strict: every array that is not laid out as the rules wish is an error.
@@ -236,6 +241,9 @@ class Recipe:
     precision: Precision = "default"
     remat_policy: RematPolicy = "none"
     scan_layers: Flag = False
+    pipeline_schedule: PipelineSchedule = "gpipe"
+    pipeline_microbatches: Count | None = None
+    pipeline_repeats: Count | None = None
     use_qwix_quantization: Flag = False
     quantization: Text | None = None
     strict: Flag = False
@@ -254,6 +262,9 @@ class Recipe:
             _mesh_spec(self.mesh, axes)
         except UsageError as error:
             raise FieldError("mesh", str(error)) from error
+        if self.pipeline_schedule == "gpipe" and (self.pipeline_repeats or 1) > 1:
+            cause = "only pipeline_schedule=circular repeats: write it, or leave pipeline_repeats out"
+            raise FieldError("pipeline_repeats", cause)
         for entry in self.data_sharding or ():
             for name in (entry,) if isinstance(entry, str) else entry or ():
                 if name not in axes:
@@ -321,6 +332,13 @@ class Recipe:
     def remat_spec(self) -> RematSpec:
         """What the backward pass recomputes."""
         return RematSpec(policy=self.remat_policy)
+
+    @property
+    def pipeline_spec(self) -> PipelineSpec:
+        """Schedule of stacked blocks over the stages."""
+        return PipelineSpec(
+            schedule=self.pipeline_schedule, microbatches=self.pipeline_microbatches, repeats=self.pipeline_repeats
+        )
 
     @property
     def quant_spec(self) -> QuantSpec:

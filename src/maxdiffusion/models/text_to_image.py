@@ -214,6 +214,9 @@ def text_to_image_of(recipe: Recipe, *, mesh: Mesh | None, vocab_size: int, max_
             "precision": recipe.precision,
             "remat_policy": recipe.remat_policy,
             "scan_layers": recipe.scan_layers,
+            "pipeline_schedule": recipe.pipeline_schedule,
+            "pipeline_microbatches": recipe.pipeline_microbatches,
+            "pipeline_repeats": recipe.pipeline_repeats,
             "strict": recipe.strict,
         }
     )

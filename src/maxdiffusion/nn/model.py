@@ -17,8 +17,9 @@ from maxdiffusion.common_types import BlockSizes, LogicalAxisRules
 from maxdiffusion.errors import UsageError, nearest
 from maxdiffusion.nn.parameters import initial_values, parameter_names
 from maxdiffusion.parallel.layout import Layout
+from maxdiffusion.parallel.pipeline import say_idle, stage_axes
 from maxdiffusion.runtime import Runtime
-from maxdiffusion.specs import AttentionSpec, QuantSpec, RematSpec
+from maxdiffusion.specs import AttentionSpec, PipelineSpec, QuantSpec, RematSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -96,7 +97,10 @@ class DiffusionModel(nn.Module, kw_only=True):
         dtype: dtype of activations and products.
         weights_dtype: dtype that parameters are made and stored in.
         remat_policy: `none`, `minimal` (keep products with weights) or `full` (keep only each block's inputs).
-        scan_layers: stack equal transformer blocks and scan over them.
+        scan_layers: stack equal transformer blocks and scan over them, or pipeline them where the mesh has stages.
+        pipeline_schedule: `gpipe` or `circular`.
+        pipeline_microbatches: parts of the batch that flow through the stages; None chooses.
+        pipeline_repeats: rounds of the circular schedule; None chooses.
         precision: of float32 products: `default`, `high`, `highest`, or None for the backend's own.
         strict: an array that is not laid out as the rules wish is an error, not a report.
         quantization: not available yet, refused by name.
@@ -115,6 +119,9 @@ class DiffusionModel(nn.Module, kw_only=True):
     weights_dtype: Any = jnp.float32
     remat_policy: str = "none"
     scan_layers: bool = False
+    pipeline_schedule: str = "gpipe"
+    pipeline_microbatches: int | None = None
+    pipeline_repeats: int | None = None
     precision: str | jax.lax.Precision | None = None
     strict: bool = False
     quantization: str | None = None
@@ -233,8 +240,12 @@ def _fold(model: DiffusionModel) -> Runtime:
             'attention_kernel="flash" needs a mesh: give mesh=Mesh(np.array(jax.devices()), ("data",)), '
             'or use attention_kernel="dot_product"'
         )
+    layout = Layout.of(model.mesh, model.logical_axis_rules, strict=model.strict)
+    stages = stage_axes(layout)
+    if stages and not model.scan_layers:
+        say_idle(layout, stages, "scan_layers=False stacks no blocks: write scan_layers=True")
     return Runtime(
-        layout=Layout.of(model.mesh, model.logical_axis_rules, strict=model.strict),
+        layout=layout,
         dtype=float_dtype(model.dtype, "dtype"),
         weights_dtype=float_dtype(model.weights_dtype, "weights_dtype"),
         precision=_precision(model.precision),
@@ -242,4 +253,9 @@ def _fold(model: DiffusionModel) -> Runtime:
         remat=RematSpec(policy=model.remat_policy),  # pyright: ignore[reportArgumentType]  the spec checks the name
         quant=quant,
         scan_layers=model.scan_layers,
+        pipeline=PipelineSpec(
+            schedule=model.pipeline_schedule,  # pyright: ignore[reportArgumentType]  the spec checks the name
+            microbatches=model.pipeline_microbatches,
+            repeats=model.pipeline_repeats,
+        ),
     )

@@ -1,14 +1,18 @@
-"""Blocks and stacks of equal blocks: unrolled or scanned, rematerialised or not, always the same numbers."""
+"""Stacks of equal blocks: unrolled, scanned or pipelined, rematerialised or not, always the same numbers."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import Scope
+from jax.extend.core.primitives import sharding_constraint_p
 
+from maxdiffusion.parallel import pipeline
 from maxdiffusion.runtime import Runtime
 
 Block = TypeVar("Block", bound=nn.Module)
@@ -22,6 +26,17 @@ def _keeps_products(primitive: Any, *args: Any, **params: Any) -> Any:
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
 
 
+def _keeps_all_but_weights(primitive: Any, *args: Any, **params: Any) -> bool:
+    """Policy `none` in a circular pipeline: weights are chosen, cast and gathered again, not kept for each tick."""
+    return primitive not in _MAKING_WEIGHTS
+
+
+_MAKING_WEIGHTS = (
+    jax.lax.dynamic_slice_p,
+    jax.lax.squeeze_p,
+    jax.lax.convert_element_type_p,
+    sharding_constraint_p,
+)
 _POLICIES = {"minimal": _keeps_products, "full": None}
 
 
@@ -50,12 +65,14 @@ def apply_stack(
     """Folds `x` through `num_layers` equal blocks, inside a compact method.
 
     Unrolled, the parameters lie in `{name}_0`, `{name}_1`, ...; scanned, in `{name}`, each with a leading dimension
-    `layers`. `stack_params` and `unstack_params` map one to the other.
+    `layers`. `stack_params` and `unstack_params` map one to the other. Where the rules put `layers` on a mesh axis, the
+    scanned form is pipelined along it (`parallel.pipeline`), with the same parameters.
 
     Args:
-        block: class whose call takes `(x, *inputs)` and returns the next `x`.
-        x: what the blocks hand on: an array, or a tree of arrays such as a pair of token streams.
-        inputs: arrays, trees of arrays or None that every block reads.
+        block: class whose call takes `(x, *inputs)` and returns the next `x`, sample by sample.
+        x: what the blocks hand on: an array, or a tree of arrays such as a pair of token streams; batch first.
+        inputs: arrays, trees of arrays or None that every block reads; their first dimension is the batch, or 1 for
+            what all samples share.
         num_layers: number of blocks.
         name: of the stack.
         runtime: says whether to scan and what to rematerialise.
@@ -67,6 +84,11 @@ def apply_stack(
             x = rematerialised(**attributes, name=f"{name}_{index}")(x, *inputs)
         return x
 
+    pipelined = pipeline.applies(runtime.layout, num_layers=num_layers, name=name)
+    layer = (block if pipelined else remat(block, runtime, scanned=True))(**attributes, name=name)
+    if pipelined and not layer.is_initializing():
+        return _pipelined(layer, x, inputs, num_layers=num_layers, runtime=runtime)
+
     def body(layer: Any, carry: Carry, _: None) -> tuple[Carry, None]:
         return layer(carry, *inputs), None
 
@@ -77,8 +99,27 @@ def apply_stack(
         length=num_layers,
         metadata_params={nn.PARTITION_NAME: "layers"},
     )
-    x, _ = scan(remat(block, runtime, scanned=True)(**attributes, name=name), x, None)
+    x, _ = scan(layer, x, None)
     return x
+
+
+def _pipelined(block: Any, x: Carry, inputs: tuple[Any, ...], *, num_layers: int, runtime: Runtime) -> Carry:
+    """`x` after a pipeline of blocks; `block` is bound where the stacked parameters lie."""
+    layout, scope = runtime.layout, block.scope
+    stacked = nn.unbox(block.variables["params"])
+
+    def layer(params: Any, x: Any, inputs: Any) -> Any:
+        # The scope of one layer at the path of the stack, so that modules know where they stand.
+        of_layer = Scope({"params": params}, name=scope.name, path=scope.path)
+        return block.clone(parent=of_layer)(x, *inputs)
+
+    batch = jax.tree.leaves(x)[0].shape[0]
+    plan = pipeline.plan(layout, runtime.pipeline, num_layers=num_layers, batch=batch, name=block.name)
+    if runtime.remat.policy == "none" and plan.repeats == 1:
+        return pipeline.pipeline(layer, stacked, x, inputs, plan=plan, layout=layout)
+    policy = _POLICIES.get(runtime.remat.policy, _keeps_all_but_weights)
+    rematerialised = functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
+    return pipeline.pipeline(layer, stacked, x, inputs, plan=plan, layout=layout, remat=rematerialised)
 
 
 def stack_params(params: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -68,15 +68,15 @@ DEFAULT_RULES: LogicalAxisRules = _closed(_ACTIVATIONS, _BATCH, _CONTEXT, _STAGE
 
 PRESETS: dict[str, LogicalAxisRules] = {
     "dp": _closed(LOGICAL_AXES, (("activation_batch", ("data", "fsdp", "tensor", "model")),)),
-    "fsdp": _closed(_ACTIVATIONS, _BATCH, _FSDP_ALONE),
-    "tp": _closed(_ACTIVATIONS, (("activation_batch", "data"),), _TENSOR),
-    "fsdp_tp": _closed(_ACTIVATIONS, _BATCH, _TENSOR, _FSDP),
-    "hsdp": _closed(_ACTIVATIONS, _BATCH, _FSDP_ALONE),
-    "context": _closed(_ACTIVATIONS, _BATCH, _CONTEXT, _FSDP_ALONE),
+    "fsdp": _closed(_ACTIVATIONS, _BATCH, _FSDP_ALONE, _STAGES),
+    "tp": _closed(_ACTIVATIONS, (("activation_batch", "data"),), _TENSOR, _STAGES),
+    "fsdp_tp": _closed(_ACTIVATIONS, _BATCH, _TENSOR, _FSDP, _STAGES),
+    "hsdp": _closed(_ACTIVATIONS, _BATCH, _FSDP_ALONE, _STAGES),
+    "context": _closed(_ACTIVATIONS, _BATCH, _CONTEXT, _FSDP_ALONE, _STAGES),
 }
 """dp: replicas, the batch over every axis. fsdp: parameters and batch over `fsdp`. tp: heads, hidden units and
 channels over `tensor`. fsdp_tp: both. hsdp: fsdp within a slice, replicas over `data` across slices.
-context: fsdp, and the sequence over `context`."""
+context: fsdp, and the sequence over `context`. All but dp: stacked layers over `stage`."""
 
 STORAGE_RULES: LogicalAxisRules = tuple(
     (name, axis)
