@@ -20,7 +20,7 @@ def test_an_unknown_model_gets_the_nearest_name() -> None:
 
 
 def test_names_are_those_of_the_registry() -> None:
-    assert {"sd15", "sd21", "sdxl"} <= set(MODELS)
+    assert {"sd15", "sd21", "sdxl", "flux-dev", "flux-schnell"} <= set(MODELS)
     assert all(spec.name == name and spec.license for name, spec in MODELS.items())
 
 
@@ -32,12 +32,12 @@ def test_a_tiny_twin_is_tiny(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_dimension_of_every_parameter_has_a_name(name: str) -> None:
-    """Only kernel height and width, and the pair of a gated layer, have none."""
+    """Only kernel height and width, and the parts of a gated or modulating layer, have none."""
     shapes, names = lookup(name).build("tiny").abstract_params()
 
     def check(leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> None:
         assert len(axes) == len(leaf.shape)
-        assert all(axis is not None or size <= 5 for axis, size in zip(axes, leaf.shape, strict=True))
+        assert all(axis is not None or size <= 6 for axis, size in zip(axes, leaf.shape, strict=True))
         assert axes[-1] is not None
 
     jax.tree.map(check, shapes, names)

@@ -12,14 +12,17 @@ from maxdiffusion.specs import MeshSpec
 from maxdiffusion.tools.explain import explain
 
 
-@pytest.fixture(scope="module", params=["sdxl", "sd15"])
+@pytest.fixture(scope="module", params=["sdxl", "sd15", "flux-dev"])
 def model(request):
     return request.param, lookup(request.param).build().abstract_params()
 
 
 @pytest.mark.parametrize(
     ("mesh", "most"),
-    [("fsdp=8", {"sdxl": 0.130, "sd15": 0.135}), ("tensor=8", {"sdxl": 0.20, "sd15": 0.22})],
+    [
+        ("fsdp=8", {"sdxl": 0.130, "sd15": 0.135, "flux-dev": 0.128}),
+        ("tensor=8", {"sdxl": 0.20, "sd15": 0.22, "flux-dev": 0.128}),
+    ],
 )
 def test_share_per_device(model, mesh, most):
     name, tree = model

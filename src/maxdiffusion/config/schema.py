@@ -25,7 +25,7 @@ from maxdiffusion.specs import (
     RematSpec,
 )
 
-ModelName = Literal["pictures", "sd15", "sd21", "sdxl"]
+ModelName = Literal["pictures", "sd15", "sd21", "sdxl", "flux-dev", "flux-schnell"]
 RulePreset = Literal["dp", "fsdp", "tp", "fsdp_tp", "hsdp", "context"]
 DType = Literal["float32", "bfloat16", "float16"]
 SolverName = Literal["euler", "euler_ancestral", "ddim", "dpmpp_2m"]

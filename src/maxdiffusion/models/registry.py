@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from maxdiffusion.errors import UsageError, nearest
+from maxdiffusion.models.flux import FLUX_DEV, FLUX_SCHNELL
 from maxdiffusion.models.pictures import PICTURES
 from maxdiffusion.models.spec import ModelSpec
 from maxdiffusion.models.stable_diffusion import SD15, SD21, SDXL
@@ -15,6 +16,8 @@ _SPECS: tuple[ModelSpec, ...] = (
     SD15,
     SD21,
     SDXL,
+    FLUX_DEV,
+    FLUX_SCHNELL,
 )
 
 MODELS: Mapping[str, ModelSpec] = MappingProxyType({spec.name: spec for spec in _SPECS})
