@@ -10,6 +10,11 @@ _FLAGS = {
     # A rendezvous of eight devices on a busy machine can take long; the test's own timeout decides.
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
     "--xla_cpu_collective_call_terminate_timeout_seconds": "600",
+    # Programs of tests run for milliseconds and compile for seconds: a third of the compiler's time is spared.
+    "--xla_backend_optimization_level": "0",
+    "--xla_llvm_disable_expensive_passes": "true",
+    "--xla_cpu_use_xnnpack": "false",
+    "--xla_cpu_experimental_ynn_fusion_type": "",
 }
 _given = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = " ".join([_given, *(f"{k}={v}" for k, v in _FLAGS.items() if k not in _given)]).strip()

@@ -270,3 +270,10 @@ def test_an_abstract_mesh_is_no_silent_no_op():
     layout = Layout.of(abstract_mesh(MeshSpec(data=4, tensor=2)))
     with pytest.raises(MeshError, match="can be planned with, not run on"):
         jax.jit(lambda x: layout.constrain(x, *STREAM)).lower(jnp.ones((8, 6, 4)))
+
+
+def test_a_batch_is_shared_by_the_axes_of_its_rule(data_model: Mesh, fsdp_tensor: Mesh) -> None:
+    assert Layout.of(None).batch_divisor == 1
+    assert Layout.of(data_model).batch_divisor == 4
+    assert Layout.of(fsdp_tensor).batch_divisor == 4
+    assert Layout.of(data_model, "dp").batch_divisor == 8

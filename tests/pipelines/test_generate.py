@@ -13,9 +13,9 @@ from maxdiffusion.config.load import load_run
 from maxdiffusion.data.png import read_text
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.errors import MaxDiffusionWarning, UsageError
-from maxdiffusion.models.run_folder import read_weights, weight_shapes
-from maxdiffusion.models.text_to_image import sampler, text_to_image_of
 from maxdiffusion.pipelines.generate import generate, generate_from_run
+from maxdiffusion.pipelines.run_folder import read_weights, weight_shapes
+from maxdiffusion.pipelines.text_to_image import sampler, text_to_image_of
 from maxdiffusion.train.run import TrainResult
 
 PROMPT = "a red apple, flat style"

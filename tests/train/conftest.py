@@ -17,7 +17,7 @@ from maxdiffusion.data.batches import Batches, batches
 from maxdiffusion.data.pictures import pictures
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.diffusion.timesteps import Uniform
-from maxdiffusion.models.text_to_image import text_to_image_of
+from maxdiffusion.pipelines.text_to_image import text_to_image_of
 from maxdiffusion.train.feed import Feed, learn_words, make_feed
 from maxdiffusion.train.optim import optimizer
 from maxdiffusion.train.run import TrainResult, train

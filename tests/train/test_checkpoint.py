@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from maxdiffusion.config.load import load_run
 from maxdiffusion.errors import UsageError
-from maxdiffusion.models.run_folder import checkpoint_steps
+from maxdiffusion.pipelines.run_folder import checkpoint_steps
 from maxdiffusion.train.checkpoint import KEPT, Checkpoints, open_run, write_run
 from maxdiffusion.train.feed import learn_words
 from maxdiffusion.train.state import TrainState

@@ -14,8 +14,8 @@ import maxdiffusion
 from maxdiffusion.config.load import load_run
 from maxdiffusion.data.png import read_text
 from maxdiffusion.errors import UsageError
-from maxdiffusion.models.run_folder import checkpoint_steps
 from maxdiffusion.parallel.mesh import build_mesh
+from maxdiffusion.pipelines.run_folder import checkpoint_steps
 from maxdiffusion.specs import MeshSpec
 from maxdiffusion.train.run import TrainResult, train
 from tests.train.conftest import losses_of, make_subject

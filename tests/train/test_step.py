@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh
 
 from maxdiffusion.diffusion.denoiser import Denoiser
-from maxdiffusion.models.text_to_image import TextToImage
+from maxdiffusion.pipelines.text_to_image import TextToImage
 from tests.train.conftest import BATCH, Subject, make_subject
 
 

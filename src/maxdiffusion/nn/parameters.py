@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from maxdiffusion.nn.random_bits import weights_key
@@ -128,7 +128,7 @@ def initial_values(boxed: Any, rng: Array, layout: Layout) -> Any:
     shapes, names = nn.unbox(boxed), parameter_names(boxed)
     shardings = iter(jax.tree.leaves(layout.shardings(shapes, names), is_leaf=lambda leaf: leaf is None))
     if layout.mesh is not None:
-        rng = jax.device_put(rng, NamedSharding(layout.mesh, PartitionSpec()))
+        rng = jax.device_put(rng, layout.replicated)
     key = weights_key(rng)
 
     def make(path: Any, box: Parameter) -> Array:

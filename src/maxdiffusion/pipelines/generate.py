@@ -16,12 +16,9 @@ from maxdiffusion.config.load import load_run
 from maxdiffusion.config.schema import LARGEST_SEED, Recipe
 from maxdiffusion.data.png import slug, write_png
 from maxdiffusion.data.prompts import unknown_words
-from maxdiffusion.data.source import to_pixels
-from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.errors import UsageError
-from maxdiffusion.models.run_folder import TOKENIZER, latest_step, read_weights, weight_shapes
-from maxdiffusion.models.text_to_image import sampler, text_to_image_of
-from maxdiffusion.parallel.mesh import build_mesh
+from maxdiffusion.pipelines.text_to_image import sampler
+from maxdiffusion.pipelines.trained import open_trained, read_tokenizer
 
 GENERATED = "generated"
 """Folder in a run's folder that pictures go to where none is named."""
@@ -79,27 +76,23 @@ def generate(
         raise UsageError(f"seed={seed}: write a whole number from 0 to {LARGEST_SEED}")
     if recipe is None:
         recipe = dataclasses.replace(load_run(run).recipe, mesh={})
-    latest_step(run)
-    tokenizer = WordTokenizer.load(Path(run) / TOKENIZER)
+    tokenizer = read_tokenizer(run)
     unknown = unknown_words(tokenizer, prompts)
-    texts = tokenizer.encode([prompt for prompt in prompts for _ in range(num_images)])
-    mesh = build_mesh(recipe.mesh_spec)
-    subject = text_to_image_of(recipe, mesh=mesh, vocab_size=tokenizer.vocab_size, max_length=tokenizer.max_length)
-    params, step = read_weights(run, weight_shapes(subject.model))
-    indices = np.tile(np.arange(num_images), len(prompts))
-    draw = sampler(subject, recipe.sample)
-    pixels = to_pixels(draw(params, texts, tokenizer.encode([""]), seed=seed, indices=indices))
+    tokenizer.encode(prompts)
+    trained = open_trained(run, recipe)
+    draw = sampler(trained.text_to_image, recipe.sample)
+    pixels = draw.pictures(trained.params, tokenizer, prompts, num_images=num_images, seed=seed)
     files = []
     folder = Path(run) / GENERATED if out is None else Path(out)
-    for number, picture in enumerate(pixels if jax.process_index() == 0 else ()):
-        prompt, index = prompts[number // num_images], number % num_images
+    for row, index in np.ndindex(pixels.shape[:2]) if jax.process_index() == 0 else ():
+        prompt, picture = prompts[row], pixels[row, index]
         text = {
             "prompt": prompt,
             "seed": seed,
             "index": index,
             "model": recipe.model,
             "run": Path(run).resolve().name,
-            "step": step,
+            "step": trained.step,
             "solver": recipe.sample.solver,
             "steps": recipe.sample.steps,
             "guidance_scale": recipe.sample.guidance_scale,
@@ -110,7 +103,7 @@ def generate(
         files.append(write_png(folder / f"{slug(prompt)}-seed{seed}-{index}.png", picture, text))
     return GenerateResult(
         files=tuple(files),
-        step=step,
+        step=trained.step,
         seed=seed,
         unknown_words=tuple(unknown),
         seconds=time.perf_counter() - began,

@@ -14,7 +14,7 @@ from maxdiffusion.config.load import RUN_RECIPE, format_value, load_run
 from maxdiffusion.config.schema import Recipe, flatten
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.errors import UsageError
-from maxdiffusion.models.run_folder import CHECKPOINTS, TOKENIZER, checkpoint_steps, quiet, read_part
+from maxdiffusion.pipelines.run_folder import CHECKPOINTS, TOKENIZER, checkpoint_steps, quiet, read_part
 from maxdiffusion.train.state import TrainState
 
 KEPT = 3

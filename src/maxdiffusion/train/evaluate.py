@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt8
 from PIL import Image
 
@@ -22,16 +21,15 @@ from maxdiffusion.config.schema import Recipe
 from maxdiffusion.data.batches import batches
 from maxdiffusion.data.pictures import Pictures
 from maxdiffusion.data.png import picture_grid, write_png
-from maxdiffusion.data.source import to_pixels
 from maxdiffusion.data.tokenizer import WordTokenizer
-from maxdiffusion.diffusion.timesteps import Uniform, get_time_sampler
+from maxdiffusion.diffusion.timesteps import Uniform
 from maxdiffusion.errors import UsageError
-from maxdiffusion.models.run_folder import SAMPLES, TOKENIZER, read_weights, weight_shapes
-from maxdiffusion.models.text_to_image import batch_divisor, sampler, text_to_image_of
-from maxdiffusion.parallel.mesh import build_mesh
+from maxdiffusion.pipelines.run_folder import SAMPLES
+from maxdiffusion.pipelines.text_to_image import sampler
+from maxdiffusion.pipelines.trained import open_trained
 from maxdiffusion.train.feed import built_in, held_out_source, make_feed
 from maxdiffusion.train.progress import Reporter
-from maxdiffusion.train.step import Examples, Objective
+from maxdiffusion.train.step import Examples, Objective, objective_of
 
 THUMBNAIL = 16
 """Side of the thumbnails that are compared, in pixels."""
@@ -83,16 +81,14 @@ class HeldOutLoss:
             num_draws: noises and times for each pair.
         """
         layout = objective.text_to_image.layout
-        size = -(-len(source) // batch_divisor(layout)) * batch_divisor(layout)
+        size = -(-len(source) // layout.batch_divisor) * layout.batch_divisor
         feed = make_feed(layout, tokenizer, batch_size=size)
         batch = batches(source, batch_size=size, seed=0, order="source", epochs="one")[0]
         self._pairs, self._draws = len(source), num_draws
         self._examples = feed(batch)
         empty = dataclasses.replace(batch, captions=("",) * size)
         self._uncaptioned = feed(empty)
-        assert isinstance(layout.mesh, Mesh)
-        self._whole = NamedSharding(layout.mesh, PartitionSpec())
-        self._key = jax.device_put(jax.random.key(seed), self._whole)
+        self._key = jax.device_put(jax.random.key(seed), layout.replicated)
         # Evenly spread times: the mean over few draws is then close to the mean over all times.
         measured = dataclasses.replace(objective, times=Uniform(draw="stratified"), caption_dropout=0.0)
 
@@ -102,7 +98,7 @@ class HeldOutLoss:
 
             return jax.lax.map(one, jnp.arange(num_draws))
 
-        self._losses = jax.jit(losses, out_shardings=self._whole)
+        self._losses = jax.jit(losses, out_shardings=layout.replicated)
 
     def __call__(self, params: Any) -> HeldOut:
         """The losses of these weights, laid out on the mesh."""
@@ -182,30 +178,21 @@ def evaluate_run(run: str | Path, *, recipe: Recipe | None = None, num_seeds: in
             f"run '{run}' holds no (concept, style) pairs out, so there is nothing to measure it on: only the built-in "
             "pictures have such pairs (data.source=pictures, data.split=train)"
         )
-    tokenizer = WordTokenizer.load(folder / TOKENIZER)
-    mesh = build_mesh(recipe.mesh_spec)
-    subject = text_to_image_of(recipe, mesh=mesh, vocab_size=tokenizer.vocab_size, max_length=tokenizer.max_length)
-    params, step = read_weights(folder, weight_shapes(subject.model))
-    objective = Objective(
-        text_to_image=subject,
-        times=get_time_sampler(recipe.diffusion.timesteps),
-        caption_dropout=0.0,
-        empty=tuple(int(word) for word in tokenizer.encode([""])[0][0]),
-    )
+    trained = open_trained(folder, recipe)
+    objective = objective_of(recipe, trained.text_to_image, trained.tokenizer)
     with reporter.phase(f"losses on {len(source)} held-out pairs"):
-        losses = HeldOutLoss(objective, tokenizer, source, seed=recipe.seed)(params)
+        losses = HeldOutLoss(objective, trained.tokenizer, source, seed=recipe.seed)(trained.params)
     with reporter.phase(f"{num_seeds} pictures for each of {len(source)} held-out pairs"):
-        texts = tuple(np.repeat(array, num_seeds, axis=0) for array in tokenizer.encode(source.captions))
-        indices = np.arange(len(source) * num_seeds)
-        draw = sampler(subject, recipe.sample)
-        made = to_pixels(draw(params, texts, tokenizer.encode([""]), seed=recipe.sample.seed, indices=indices))  # type: ignore[arg-type]
-    made = made.reshape(len(source), num_seeds, *made.shape[1:])
+        draw = sampler(trained.text_to_image, recipe.sample)
+        made = draw.pictures(
+            trained.params, trained.tokenizer, source.captions, num_images=num_seeds, seed=recipe.sample.seed
+        )
     right = nearest_is_own(made, source.images)
     interval = clustered_interval(right)
     share, chance = float(right.mean()), 1 / len(source)
     result = EvaluateResult(
         run=folder,
-        step=step,
+        step=trained.step,
         held_out_pairs=len(source),
         held_out_loss=losses.captioned,
         unconditional_loss=losses.uncaptioned,

@@ -17,7 +17,6 @@ from maxdiffusion.data.pictures import Pictures, Split, pictures
 from maxdiffusion.data.source import Source
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.errors import UsageError
-from maxdiffusion.models.text_to_image import batch_divisor
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.train.step import Examples
 
@@ -135,7 +134,7 @@ def make_feed(layout: Layout, tokenizer: WordTokenizer, *, batch_size: int, data
     spec = layout.spec("activation_batch") if data_sharding is None else PartitionSpec(*data_sharding)
     first = PartitionSpec(spec[0] if len(spec) else None)
     feed = Feed(tokenizer=tokenizer, images=NamedSharding(mesh, spec), rows=NamedSharding(mesh, first))
-    ways = batch_divisor(layout) if data_sharding is None else _ways(mesh, first)
+    ways = layout.batch_divisor if data_sharding is None else _ways(mesh, first)
     if batch_size % ways:
         below = batch_size // ways * ways
         legal = f"{below} or {below + ways}" if below else f"{ways}"

@@ -14,10 +14,9 @@ from maxdiffusion.data.batches import batches
 from maxdiffusion.data.prompts import unknown_words
 from maxdiffusion.data.source import Source
 from maxdiffusion.data.tokenizer import WordTokenizer
-from maxdiffusion.diffusion.timesteps import get_time_sampler
-from maxdiffusion.models.run_folder import METRICS, SAMPLES, TOKENIZER
-from maxdiffusion.models.text_to_image import TextToImage, sampler, text_to_image_of
 from maxdiffusion.parallel.mesh import build_mesh, describe
+from maxdiffusion.pipelines.run_folder import METRICS, SAMPLES, TOKENIZER
+from maxdiffusion.pipelines.text_to_image import TextToImage, sampler, text_to_image_of
 from maxdiffusion.train.checkpoint import Checkpoints, open_run, write_run
 from maxdiffusion.train.evaluate import HeldOutLoss
 from maxdiffusion.train.feed import captions_of, held_out_source, learn_words, make_feed, training_source
@@ -27,7 +26,7 @@ from maxdiffusion.train.optim import optimizer
 from maxdiffusion.train.progress import Reporter
 from maxdiffusion.train.samples import SampleGrid
 from maxdiffusion.train.state import TrainState, initial_state, sampling_weights, state_shapes
-from maxdiffusion.train.step import Objective, train_step
+from maxdiffusion.train.step import objective_of, train_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +92,7 @@ def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
         state = (
             checkpoints.restore(done, shapes) if done else initial_state(subject.model, rule, shapes, seed=recipe.seed)
         )
-    objective = Objective(
-        text_to_image=subject,
-        times=get_time_sampler(recipe.diffusion.timesteps),
-        caption_dropout=section.caption_dropout,
-        empty=tuple(int(word) for word in tokenizer.encode([""])[0][0]),
-    )
+    objective = objective_of(recipe, subject, tokenizer)
     examples = feed.shapes(section.batch_size, subject.image_shape)
     step = train_step(objective, rule, shapes=shapes, examples=examples, ema_decay=section.ema_decay)
     compiling = time.perf_counter()

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from maxdiffusion import __version__
 from maxdiffusion.config.schema import SampleSection
 from maxdiffusion.data.png import picture_grid, write_png
-from maxdiffusion.data.source import to_pixels
 from maxdiffusion.data.tokenizer import WordTokenizer
-from maxdiffusion.models.text_to_image import Sampler
+from maxdiffusion.pipelines.text_to_image import Sampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +42,12 @@ class SampleGrid:
         Returns:
             The file.
         """
-        section, rows = self.section, len(self.prompts)
-        columns = section.num_per_prompt
-        ids, mask = self.tokenizer.encode([prompt for prompt in self.prompts for _ in range(columns)])
-        indices = np.tile(np.arange(columns), rows)
-        empty = self.tokenizer.encode([""])
-        pictures = self.sampler(params, (ids, mask), empty, seed=section.seed, indices=indices)
+        section = self.section
+        pictures = self.sampler.pictures(
+            params, self.tokenizer, self.prompts, num_images=section.num_per_prompt, seed=section.seed
+        )
         if jax.process_index():
             return path
-        pixels = to_pixels(pictures)
         text = {
             "prompts": "\n".join(self.prompts),
             "seed": section.seed,
@@ -63,4 +58,4 @@ class SampleGrid:
             "maxdiffusion": __version__,
             "jax": jax.__version__,
         }
-        return write_png(path, picture_grid(pixels.reshape(rows, columns, *pixels.shape[1:])), text)
+        return write_png(path, picture_grid(pictures), text)

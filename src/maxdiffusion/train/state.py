@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key
 
-from maxdiffusion.models.run_folder import weight_shapes
 from maxdiffusion.nn.model import DiffusionModel
+from maxdiffusion.pipelines.run_folder import weight_shapes
 
 
 @struct.dataclass
@@ -45,8 +44,8 @@ def state_shapes(model: DiffusionModel, optimizer: optax.GradientTransformation,
     Raises:
         RuleError: under `strict`, a weight is not sharded as the rules wish.
     """
-    assert isinstance(model.layout.mesh, Mesh), "training always has a mesh, of one device or more"
-    replicated = NamedSharding(model.layout.mesh, PartitionSpec())
+    replicated = model.layout.replicated
+    assert replicated is not None, "training always has a mesh, of one device or more"
     params = weight_shapes(model)
 
     def scalar(leaf: Any) -> jax.ShapeDtypeStruct:

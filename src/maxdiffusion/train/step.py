@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from maxdiffusion.config.schema import Recipe
+from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.diffusion.loss import denoising_loss, draw, weighted_sum
 from maxdiffusion.diffusion.noise import sample_keys, stream
-from maxdiffusion.diffusion.timesteps import TimeSampler
-from maxdiffusion.models.text_to_image import TextToImage
+from maxdiffusion.diffusion.timesteps import TimeSampler, get_time_sampler
+from maxdiffusion.pipelines.text_to_image import TextToImage
 from maxdiffusion.train import ema
 from maxdiffusion.train.state import TrainState
 
@@ -95,6 +96,16 @@ class Objective:
         )
 
 
+def objective_of(recipe: Recipe, text_to_image: TextToImage, tokenizer: WordTokenizer) -> Objective:
+    """What a recipe says is minimised."""
+    return Objective(
+        text_to_image=text_to_image,
+        times=get_time_sampler(recipe.diffusion.timesteps),
+        caption_dropout=recipe.train.caption_dropout,
+        empty=tuple(int(word) for word in tokenizer.encode([""])[0][0]),
+    )
+
+
 def train_step(
     objective: Objective,
     optimizer: optax.GradientTransformation,
@@ -127,9 +138,7 @@ def train_step(
         return new, StepResult(loss=loss, grad_norm=optax.tree.norm(gradients), losses=losses)
 
     state_shardings, batch_shardings = (jax.tree.map(lambda leaf: leaf.sharding, tree) for tree in (shapes, examples))
-    mesh = shapes.step.sharding.mesh  # type: ignore[attr-defined]
-    assert isinstance(mesh, Mesh)
-    whole: Any = NamedSharding(mesh, PartitionSpec())
+    whole = state_shardings.step
     return jax.jit(
         step,
         in_shardings=(state_shardings, batch_shardings),

@@ -5,14 +5,12 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from maxdiffusion.config.schema import DiffusionSection, SampleSection
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.diffusion.process import FlowMatching, VariancePreserving
 from maxdiffusion.errors import UsageError
-from maxdiffusion.models.text_to_image import batch_divisor, process_of, sampler, text_to_image_of
-from maxdiffusion.parallel.layout import Layout
+from maxdiffusion.pipelines.text_to_image import process_of, sampler, text_to_image_of
 from tests.train.conftest import tiny_recipe
 
 TOKENIZER = WordTokenizer.train(["a red apple, flat style", "a fox"], max_length=8)
@@ -22,13 +20,6 @@ def test_the_process_of_a_recipe() -> None:
     assert process_of(DiffusionSection(shift=3.0)) == FlowMatching(shift=3.0)
     section = DiffusionSection(process="vp", prediction="v_prediction", zero_terminal_snr=True)
     assert process_of(section) == VariancePreserving(zero_terminal_snr=True)
-
-
-def test_a_batch_is_shared_by_the_axes_of_its_rule(data_model: Mesh, fsdp_tensor: Mesh) -> None:
-    assert batch_divisor(Layout.of(None)) == 1
-    assert batch_divisor(Layout.of(data_model)) == 4
-    assert batch_divisor(Layout.of(fsdp_tensor)) == 4
-    assert batch_divisor(Layout.of(data_model, "dp")) == 8
 
 
 def test_what_follows_from_the_data_cannot_be_set() -> None:

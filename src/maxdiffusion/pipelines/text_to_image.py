@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from maxdiffusion.config.schema import DiffusionSection, Recipe, SampleSection
+from maxdiffusion.data.source import to_pixels
+from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.diffusion.denoiser import CacheState, Denoiser
 from maxdiffusion.diffusion.grid import Grid, make_grid
 from maxdiffusion.diffusion.guidance import CondPair, classifier_free
@@ -91,14 +92,27 @@ class Sampler:
     Attributes:
         text_to_image: network and process.
         draw: the compiled function `(params, ids, mask, empty ids, empty mask, key, indices) -> pictures`.
-        batch_sharding: of ids, mask and indices.
-        replicated: of the rest.
     """
 
     text_to_image: TextToImage
     draw: Callable[..., Array]
-    batch_sharding: NamedSharding | None
-    replicated: NamedSharding | None
+
+    def pictures(
+        self, params: Any, tokenizer: WordTokenizer, prompts: Sequence[str], *, num_images: int, seed: int
+    ) -> UInt8[np.ndarray, "prompts num_images height width channels"]:
+        """Pictures 0, 1, ... of this seed for each prompt, as pixels.
+
+        Args:
+            params: weights, laid out on the mesh.
+            tokenizer: of the model.
+            prompts: texts, none too long.
+            num_images: pictures for each prompt.
+            seed: of the noise.
+        """
+        texts = tokenizer.encode([prompt for prompt in prompts for _ in range(num_images)])
+        indices = np.tile(np.arange(num_images), len(prompts))
+        drawn = to_pixels(self(params, texts, tokenizer.encode([""]), seed=seed, indices=indices))
+        return drawn.reshape(len(prompts), num_images, *drawn.shape[1:])
 
     def __call__(
         self,
@@ -124,16 +138,17 @@ class Sampler:
             float32, about -1 to 1, not clipped.
         """
         rows = len(indices)
-        unit = batch_divisor(self.text_to_image.layout)
+        layout = self.text_to_image.layout
+        unit, replicated = layout.batch_divisor, layout.replicated
         size = min(_ceil(rows, unit), _ceil(LARGEST_BATCH, unit))
         padded = np.arange(_ceil(rows, size)) % rows
-        key = jax.device_put(jax.random.key(seed), self.replicated)
-        constants = [jax.device_put(array, self.replicated) for array in empty]
+        key = jax.device_put(jax.random.key(seed), replicated)
+        constants = [jax.device_put(array, replicated) for array in empty]
         pictures = []
         for start in range(0, len(padded), size):
             chosen = padded[start : start + size]
             arrays = [texts[0][chosen], texts[1][chosen], indices[chosen].astype(np.int32)]
-            ids, mask, index = (_put(array, self.batch_sharding) for array in arrays)
+            ids, mask, index = (_put(array, layout) for array in arrays)
             pictures.append(np.asarray(self.draw(params, ids, mask, *constants, key, index)))
         return np.concatenate(pictures)[:rows]
 
@@ -151,8 +166,6 @@ def sampler(text_to_image: TextToImage, section: SampleSection) -> Sampler:
     solver, grid, prediction = get_solver(section.solver), text_to_image.grid(section.steps), text_to_image.prediction
     text_to_image.process.check(prediction)
     scale = 1 if section.guidance_scale == 1 else section.guidance_scale
-    mesh = text_to_image.layout.mesh
-    replicated = NamedSharding(mesh, PartitionSpec()) if isinstance(mesh, Mesh) else None
 
     def draw(params: Any, ids: Array, mask: Array, empty: Array, empty_mask: Array, key: Array, index: Array) -> Array:
         used = text_to_image.used(params)
@@ -169,12 +182,7 @@ def sampler(text_to_image: TextToImage, section: SampleSection) -> Sampler:
         steps = step_noise(key, index, text_to_image.image_shape) if solver.stochastic else None
         return sample(denoiser, x, grid, cond, solver=solver, prediction=prediction, noise=steps).x
 
-    return Sampler(
-        text_to_image=text_to_image,
-        draw=jax.jit(draw, out_shardings=replicated),
-        batch_sharding=batch_sharding(text_to_image.layout),
-        replicated=replicated,
-    )
+    return Sampler(text_to_image=text_to_image, draw=jax.jit(draw, out_shardings=text_to_image.layout.replicated))
 
 
 def text_to_image_of(recipe: Recipe, *, mesh: Mesh | None, vocab_size: int, max_length: int) -> TextToImage:
@@ -205,19 +213,10 @@ def text_to_image_of(recipe: Recipe, *, mesh: Mesh | None, vocab_size: int, max_
         **{
             **recipe.model_config,
             **given,
+            **{name: getattr(recipe, name) for name in EXECUTION if hasattr(recipe, name)},
             "mesh": mesh,
             "logical_axis_rules": recipe.rules,
-            "attention_kernel": recipe.attention_kernel,
-            "flash_min_seq_length": recipe.flash_min_seq_length,
-            "flash_block_sizes": recipe.flash_block_sizes,
-            "dtype": recipe.dtype,
-            "precision": recipe.precision,
-            "remat_policy": recipe.remat_policy,
-            "scan_layers": recipe.scan_layers,
-            "pipeline_schedule": recipe.pipeline_schedule,
-            "pipeline_microbatches": recipe.pipeline_microbatches,
-            "pipeline_repeats": recipe.pipeline_repeats,
-            "strict": recipe.strict,
+            "weights_dtype": "float32",
         }
     )
     assert isinstance(model, Pictures)
@@ -239,19 +238,9 @@ def process_of(section: DiffusionSection) -> Process:
     return VariancePreserving(zero_terminal_snr=section.zero_terminal_snr)
 
 
-def batch_divisor(layout: Layout) -> int:
-    """What a batch must be a multiple of, so that it is shared out evenly."""
-    (axes,) = layout.resolve("activation_batch").axes
-    return math.prod(layout.sizes[axis] for axis in axes)
-
-
-def batch_sharding(layout: Layout) -> NamedSharding | None:
-    """Of an array whose first dimension is the batch."""
-    return NamedSharding(layout.mesh, layout.spec("activation_batch")) if isinstance(layout.mesh, Mesh) else None
-
-
-def _put(array: np.ndarray, sharding: NamedSharding | None) -> Array:
-    """A host array that every process has whole, laid out."""
+def _put(array: np.ndarray, layout: Layout) -> Array:
+    """A host array that every process has whole, laid out with its first dimension as the batch."""
+    sharding = layout.sharding("activation_batch")
     if sharding is None:
         return jnp.asarray(array)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

@@ -1,0 +1,57 @@
+"""A trained run, opened: its recipe, words, network and newest weights, laid out on a mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maxdiffusion.config.schema import Recipe
+from maxdiffusion.data.tokenizer import WordTokenizer
+from maxdiffusion.parallel.mesh import build_mesh
+from maxdiffusion.pipelines.run_folder import TOKENIZER, latest_step, read_weights, weight_shapes
+from maxdiffusion.pipelines.text_to_image import TextToImage, text_to_image_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRun:
+    """What pictures are made with.
+
+    Attributes:
+        tokenizer: of the captions.
+        text_to_image: network and process; its layout says where everything lives.
+        params: the averaged weights if the run averages them, float32, laid out.
+        step: of the weights.
+    """
+
+    tokenizer: WordTokenizer
+    text_to_image: TextToImage
+    params: Any
+    step: int
+
+
+def read_tokenizer(run: str | Path) -> WordTokenizer:
+    """The words of a run.
+
+    Raises:
+        UsageError: the run has no checkpoint yet.
+    """
+    latest_step(run)
+    return WordTokenizer.load(Path(run) / TOKENIZER)
+
+
+def open_trained(run: str | Path, recipe: Recipe) -> TrainedRun:
+    """Reads a run onto the mesh of a recipe.
+
+    Args:
+        run: folder that `train` wrote.
+        recipe: of the run, perhaps with another mesh or other sampling.
+
+    Raises:
+        UsageError: there is no checkpoint yet, or it is of another model.
+    """
+    tokenizer = read_tokenizer(run)
+    mesh = build_mesh(recipe.mesh_spec)
+    subject = text_to_image_of(recipe, mesh=mesh, vocab_size=tokenizer.vocab_size, max_length=tokenizer.max_length)
+    params, step = read_weights(run, weight_shapes(subject.model))
+    return TrainedRun(tokenizer=tokenizer, text_to_image=subject, params=params, step=step)
