@@ -31,7 +31,7 @@ def test_the_demo_is_what_it_says() -> None:
     recipe = load_recipe("pictures-demo").recipe
     assert recipe.mesh_spec == MeshSpec(data=4, tensor=2)
     assert (recipe.data.concepts, recipe.data.size, recipe.virtual_devices) == ("demo-160", 32, 8)
-    assert (recipe.diffusion.process, recipe.train.steps) == ("flow", 600)
+    assert (recipe.diffusion.process, recipe.train.steps) == ("flow", 360)
 
 
 def test_origins_say_where_each_value_was_set(tmp_path: Path) -> None:
