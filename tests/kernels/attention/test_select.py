@@ -70,18 +70,17 @@ def test_flash_without_a_mesh_says_what_to_do(length: int) -> None:
         choose(_image(length), _image(length), spec=AttentionSpec(kernel="flash"), layout=Layout.of(None))
 
 
-def test_other_platforms_are_told_that_their_kernel_is_missing(one: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Layout, "platform", "gpu")
-    choice = choose(_image(64), _image(64), spec=_FLASH, layout=one)
-    assert choice.kernel == "flash_cpu" and "there is no gpu kernel yet" in choice.reason
-
-
 def test_the_kernel_follows_the_mesh(one: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Layout, "platform", "tpu")
     spec = AttentionSpec(kernel="flash", flash_min_seq_length=0)
     choice = choose(_image(4608), _image(4608), spec=spec, layout=one)
     assert choice.kernel == "flash_tpu" and choice.block_sizes == KERNELS["flash_tpu"].tiles(4608, 4608, 40)
     assert "splash attention" in choice.reason and "tiles of 512 x 768" in choice.reason
+    monkeypatch.setattr(Layout, "platform", "gpu")
+    choice = choose(_image(4608), _image(4608), spec=spec, layout=one)
+    assert choice.kernel == "flash_gpu" and "Triton" in choice.reason
+    choice = choose((1, 4608, 1, 512), (1, 4608, 1, 512), spec=spec, layout=one)
+    assert choice.kernel == "flash_cpu" and "heads of 512 are too wide" in choice.reason
 
 
 def test_the_reason_tells_the_share_of_a_device(data_model: Mesh) -> None:

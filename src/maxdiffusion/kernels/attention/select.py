@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float
 from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.errors import UsageError
 from maxdiffusion.kernels.attention.flash_cpu import FLASH_CPU
+from maxdiffusion.kernels.attention.flash_gpu import FLASH_GPU, WIDEST
 from maxdiffusion.kernels.attention.flash_tpu import FLASH_TPU
 from maxdiffusion.kernels.attention.local import Inputs, LocalKernel, attend
 from maxdiffusion.kernels.attention.reference import DOT_PRODUCT, check_arguments, dot_product_attention
@@ -33,10 +34,10 @@ _KV_LOCAL = ("activation_batch", None, "activation_heads", None)
 _MASK_LOCAL = ("activation_batch", None)
 
 
-KernelName = Literal["dot_product", "flash_cpu", "flash_tpu"]
+KernelName = Literal["dot_product", "flash_cpu", "flash_gpu", "flash_tpu"]
 
 KERNELS: Mapping[KernelName, LocalKernel] = MappingProxyType(
-    {"dot_product": DOT_PRODUCT, "flash_cpu": FLASH_CPU, "flash_tpu": FLASH_TPU}
+    {"dot_product": DOT_PRODUCT, "flash_cpu": FLASH_CPU, "flash_gpu": FLASH_GPU, "flash_tpu": FLASH_TPU}
 )
 """What one device runs, by the name that a `Choice` has."""
 
@@ -51,11 +52,12 @@ def local_kernel(platform: str, head_dim: int) -> tuple[KernelName, str]:
     Returns:
         The kernel's name, and a few words that say what it is.
     """
-    del head_dim
     if platform == "tpu":
         return "flash_tpu", "splash attention (Pallas, tpu)"
-    missing = "" if platform == "cpu" else f"there is no {platform} kernel yet"
-    return "flash_cpu", f"blockwise kernel in pure jax ({missing or platform})"
+    if platform == "gpu" and head_dim <= WIDEST:
+        return "flash_gpu", "Triton kernel (Pallas, gpu)"
+    wide = f": heads of {head_dim} are too wide for its Triton kernel, at most {WIDEST}" if platform == "gpu" else ""
+    return "flash_cpu", f"blockwise kernel in pure jax ({platform}{wide})"
 
 
 @dataclass(frozen=True, kw_only=True)
