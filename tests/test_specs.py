@@ -16,6 +16,9 @@ from maxdiffusion.specs import AttentionSpec, PipelineSpec, QuantSpec, RematSpec
     [
         (lambda: AttentionSpec(kernel="flsh"), "did you mean 'flash'"),  # type: ignore[arg-type]
         (lambda: AttentionSpec(flash_min_seq_length=-1), "0 or more"),
+        (lambda: AttentionSpec(context="rng"), "context_attention='rng' is unknown: did you mean 'ring'"),  # type: ignore[arg-type]
+        (lambda: AttentionSpec(context="hybrid", ulysses=0), "ulysses_degree=0: write a number of devices"),
+        (lambda: AttentionSpec(ulysses=2), "ulysses_degree=2 is of no use with context_attention='auto'"),
         (lambda: RematSpec(policy="ful"), "did you mean 'full'"),  # type: ignore[arg-type]
         (lambda: PipelineSpec(schedule="gpip"), "did you mean 'gpipe'"),  # type: ignore[arg-type]
         (lambda: PipelineSpec(microbatches=0), "pipeline_microbatches=0"),

@@ -15,6 +15,7 @@ MESH_AXES = ("stage", "data", "fsdp", "cfg", "context", "tensor")
 """Axes of a mesh that we build, outermost first: neighbours on the last axis talk the most."""
 
 AttentionKernel = Literal["dot_product", "flash"]
+ContextAttention = Literal["auto", "gather", "ring", "ulysses", "hybrid"]
 RematPolicy = Literal["none", "minimal", "full"]
 PipelineSchedule = Literal["gpipe", "circular"]
 Precision = Literal["default", "high", "highest"]
@@ -144,22 +145,38 @@ def _nearest_shapes(wanted: dict[str, int], total: int, most: int = 3) -> list[s
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Which attention kernel runs, and with which tiles.
+    """Which attention kernel runs, with which tiles, and what devices that share a sequence exchange.
 
     Attributes:
         kernel: `dot_product` (scores in memory) or `flash` (online softmax, no score matrix in memory).
         flash_min_seq_length: below this many keys or queries `flash` uses the dot-product kernel, same numbers.
         block_sizes: tiles of the flash kernel; None lets the kernel choose.
+        context: how a sequence that is cut over mesh axes is attended: `gather` (every device gets all keys), `ring`
+            (keys go round), `ulysses` (tokens are swapped for heads), `hybrid` (Ulysses in groups, a ring across
+            them), or `auto`, which takes the largest Ulysses degree that the heads allow.
+        ulysses: devices in a Ulysses group of `hybrid`; None takes the inner mesh axis, or what the heads allow.
     """
 
     kernel: AttentionKernel = "dot_product"
     flash_min_seq_length: int = 4096
     block_sizes: BlockSizes | None = None
+    context: ContextAttention = "auto"
+    ulysses: int | None = None
 
     def __post_init__(self) -> None:
         _one_of(self.kernel, AttentionKernel, "attention_kernel")
+        _one_of(self.context, ContextAttention, "context_attention")
         if self.flash_min_seq_length < 0:
             raise UsageError(f"flash_min_seq_length={self.flash_min_seq_length}: write 0 or more tokens")
+        if self.ulysses is None:
+            return
+        if isinstance(self.ulysses, bool) or not isinstance(self.ulysses, int) or self.ulysses < 1:
+            raise UsageError(f"ulysses_degree={self.ulysses!r}: write a number of devices, 1 or more, or leave it out")
+        if self.context != "hybrid":
+            raise UsageError(
+                f"ulysses_degree={self.ulysses} is of no use with context_attention={self.context!r}: "
+                "write context_attention='hybrid', or leave it out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

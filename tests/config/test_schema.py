@@ -40,6 +40,7 @@ def test_defaults_are_the_defaults_of_the_specs() -> None:
 def test_every_name_of_the_parallelism_page_is_a_key() -> None:
     page = (
         "mesh mesh_axes logical_axis_rules data_sharding attention_kernel flash_min_seq_length flash_block_sizes "
+        "context_attention ulysses_degree "
         "dtype weights_dtype scan_layers remat_policy use_qwix_quantization quantization"
     )
     assert set(page.split()) <= {key for key, _ in key_annotations()}
@@ -58,6 +59,8 @@ def test_settings_reach_the_specs() -> None:
         attention_kernel="flash",
         flash_min_seq_length=0,
         flash_block_sizes={"block_q": 128, "block_k": 256},  # type: ignore[arg-type]
+        context_attention="hybrid",
+        ulysses_degree=2,
         remat_policy="minimal",
         pipeline_schedule="circular",
         pipeline_microbatches=6,
@@ -66,7 +69,9 @@ def test_settings_reach_the_specs() -> None:
     )
     assert recipe.mesh_spec == MeshSpec(data=2, tensor=2, dcn={"data": 2})
     blocks = BlockSizes(block_q=128, block_k=256)
-    assert recipe.attention_spec == AttentionSpec(kernel="flash", flash_min_seq_length=0, block_sizes=blocks)
+    assert recipe.attention_spec == AttentionSpec(
+        kernel="flash", flash_min_seq_length=0, block_sizes=blocks, context="hybrid", ulysses=2
+    )
     assert recipe.remat_spec == RematSpec(policy="minimal")
     assert recipe.pipeline_spec == PipelineSpec(schedule="circular", microbatches=6, repeats=3)
     assert recipe.rules == (("embed", "tensor"), ("mlp", None), ("activation_batch", ("data", "fsdp")))
@@ -125,6 +130,8 @@ def test_a_mesh_as_text_is_its_mapping() -> None:
         (Recipe, {"flash_block_sizes": {"block_q": 128}}),
         (Recipe, {"flash_block_sizes": {"block_q": 128, "block_k": 128, "block_z": 1}}),
         (Recipe, {"flash_block_sizes": {"block_q": 128, "block_k": 0}}),
+        (Recipe, {"context_attention": "rings"}),
+        (Recipe, {"ulysses_degree": 2}),
         (Recipe, {"quantization": "int8"}),
         (Recipe, {"use_qwix_quantization": True}),
         (Recipe, {"run": ""}),

@@ -46,6 +46,8 @@ def test_keywords_become_one_runtime(data_model: Mesh) -> None:
         attention_kernel="flash",
         flash_min_seq_length=77,
         flash_block_sizes=blocks,
+        context_attention="hybrid",
+        ulysses_degree=2,
         dtype="bfloat16",
         weights_dtype=jnp.bfloat16,
         remat_policy="minimal",
@@ -58,6 +60,7 @@ def test_keywords_become_one_runtime(data_model: Mesh) -> None:
     runtime = model.runtime
     assert (runtime.attention.kernel, runtime.attention.flash_min_seq_length) == ("flash", 77)
     assert runtime.attention.block_sizes == blocks
+    assert (runtime.attention.context, runtime.attention.ulysses) == ("hybrid", 2)
     assert runtime.dtype == runtime.weights_dtype == jnp.dtype(jnp.bfloat16)
     assert runtime.precision is jax.lax.Precision.HIGHEST
     assert (runtime.remat.policy, runtime.scan_layers) == ("minimal", True)
@@ -78,6 +81,8 @@ def test_keywords_become_one_runtime(data_model: Mesh) -> None:
         ({"quantization": "int8"}, "quantization='int8' is not available yet"),
         ({"use_qwix_quantization": True}, "use_qwix_quantization=True is not available yet"),
         ({"flash_block_sizes": {"block_q": 128}}, "write BlockSizes"),
+        ({"context_attention": "rings"}, "did you mean 'ring'"),
+        ({"ulysses_degree": 4}, "context_attention='auto': write context_attention='hybrid'"),
         ({"flash_min_seq_length": -1}, "flash_min_seq_length=-1"),
         ({"dtype": "bflat16"}, "dtype='bflat16' is no dtype"),
         ({"weights_dtype": jnp.int32}, "weights_dtype=int32 is no floating dtype"),

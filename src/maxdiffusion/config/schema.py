@@ -16,6 +16,7 @@ from maxdiffusion.specs import (
     MESH_AXES,
     AttentionKernel,
     AttentionSpec,
+    ContextAttention,
     MeshSpec,
     PipelineSchedule,
     PipelineSpec,
@@ -210,6 +211,8 @@ class Recipe:
         attention_kernel: `dot_product` or `flash`.
         flash_min_seq_length: tokens below which `flash` uses the dot-product kernel.
         flash_block_sizes: tiles of the flash kernel; null lets the kernel choose.
+        context_attention: how a sequence cut over mesh axes is read: `auto`, `ring`, `ulysses`, `hybrid`, `gather`.
+        ulysses_degree: devices in a Ulysses group of `hybrid`; null lets the heads decide.
         dtype: dtype of activations.
         weights_dtype: dtype that the model's weights are used in (the optimizer's are float32).
         precision: precision of float32 matrix products.
@@ -236,6 +239,8 @@ class Recipe:
     attention_kernel: AttentionKernel = "dot_product"
     flash_min_seq_length: CountOrZero = AttentionSpec.flash_min_seq_length
     flash_block_sizes: BlockSizes | None = None
+    context_attention: ContextAttention = "auto"
+    ulysses_degree: Count | None = None
     dtype: DType = "float32"
     weights_dtype: DType = "float32"
     precision: Precision = "default"
@@ -265,6 +270,10 @@ class Recipe:
         if self.pipeline_schedule == "gpipe" and (self.pipeline_repeats or 1) > 1:
             cause = "only pipeline_schedule=circular repeats: write it, or leave pipeline_repeats out"
             raise FieldError("pipeline_repeats", cause)
+        try:
+            _ = self.attention_spec
+        except UsageError as error:
+            raise FieldError("ulysses_degree", str(error)) from error
         for entry in self.data_sharding or ():
             for name in (entry,) if isinstance(entry, str) else entry or ():
                 if name not in axes:
@@ -326,6 +335,8 @@ class Recipe:
             kernel=self.attention_kernel,
             flash_min_seq_length=self.flash_min_seq_length,
             block_sizes=self.flash_block_sizes,
+            context=self.context_attention,
+            ulysses=self.ulysses_degree,
         )
 
     @property

@@ -92,6 +92,9 @@ class DiffusionModel(nn.Module, kw_only=True):
         attention_kernel: `dot_product` (scores in memory) or `flash` (online softmax, any length).
         flash_min_seq_length: below this many tokens `flash` uses the dot-product kernel, with the same numbers.
         flash_block_sizes: tiles of the flash kernel; None lets the kernel choose.
+        context_attention: how a sequence that is cut over mesh axes is attended: `ring`, `ulysses`, `hybrid`, `gather`,
+            or `auto`, which goes by the heads.
+        ulysses_degree: devices in a Ulysses group of `hybrid`; None lets the heads decide.
         logical_axis_rules: pairs (logical axis, mesh axes), or the name of a preset; they come before the default
             table, which None uses alone.
         dtype: dtype of activations and products.
@@ -114,6 +117,8 @@ class DiffusionModel(nn.Module, kw_only=True):
     attention_kernel: str = "dot_product"
     flash_min_seq_length: int = 4096
     flash_block_sizes: BlockSizes | None = None
+    context_attention: str = "auto"
+    ulysses_degree: int | None = None
     logical_axis_rules: LogicalAxisRules | str | None = None
     dtype: Any = jnp.float32
     weights_dtype: Any = jnp.float32
@@ -234,6 +239,8 @@ def _fold(model: DiffusionModel) -> Runtime:
         kernel=model.attention_kernel,  # pyright: ignore[reportArgumentType]  the spec checks the name
         flash_min_seq_length=model.flash_min_seq_length,
         block_sizes=model.flash_block_sizes,
+        context=model.context_attention,  # pyright: ignore[reportArgumentType]  the spec checks the name
+        ulysses=model.ulysses_degree,
     )
     if attention.kernel == "flash" and model.mesh is None:
         raise UsageError(

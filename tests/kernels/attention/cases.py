@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.kernels.attention.local import Inputs, LocalKernel, Result
+from maxdiffusion.kernels.attention.reference import dot_product_attention
+from maxdiffusion.kernels.attention.select import attention
+from maxdiffusion.parallel.layout import Layout
+from maxdiffusion.specs import AttentionSpec
 
 F32_LIMIT = 1e-5
 """max|a-b| / max|b| between two orders of float32 summation; a dropped mask or tile is above 1e-2."""
@@ -71,6 +78,48 @@ def local_with_grads(
         return merged.out, jnp.asarray(sum(dq)), jnp.concatenate(dk, axis=1), jnp.concatenate(dv, axis=1)
 
     return run
+
+
+@functools.cache
+def sequence(
+    length: int, num_keys: int, heads: int = 2, dtype: str = "float32"
+) -> tuple[list[jax.Array], jax.Array, tuple[jax.Array, ...]]:
+    """Two rows of arguments, a mask with holes that hides all of the second row, and the reference's answer."""
+    args, mask = arrays((2, length, heads, 8), num_keys, jnp.dtype(dtype)), key_mask(2, num_keys)
+    return args, mask, jax.jit(with_grads(dot_product_attention, mask))(*args)
+
+
+def layout_of(devices: np.ndarray, rules: list | None = None, **sizes: int) -> Layout:
+    """A layout on the first devices, with mesh axes of these sizes."""
+    shape = tuple(sizes.values())
+    return Layout.of(Mesh(devices[: math.prod(shape)].reshape(shape), tuple(sizes)), rules)
+
+
+def on_mesh(
+    layout: Layout, args: list[jax.Array], mask: jax.Array | None, spec: AttentionSpec
+) -> tuple[tuple[jax.Array, ...], str]:
+    """Output and gradients on the mesh from inputs that lie there by the rules, and the compiled text."""
+    length = "activation_length" if args[1].shape[1] == args[0].shape[1] else "activation_kv_length"
+    q_names = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
+    k_names = ("activation_batch", length, "activation_heads", "activation_kv")
+
+    def place(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+        return jax.device_put(x, NamedSharding(layout.mesh, layout.spec(*names, shape=x.shape)))
+
+    placed = [place(x, names) for x, names in zip(args, (q_names, k_names, k_names, q_names), strict=True)]
+    mask = None if mask is None else place(mask, k_names[:2])
+
+    def run(mask: jax.Array | None, *args: jax.Array) -> tuple[jax.Array, ...]:
+        return with_grads(functools.partial(attention, spec=spec, layout=layout), mask)(*args)
+
+    compiled = jax.jit(run).lower(mask, *placed).compile()
+    return compiled(mask, *placed), compiled.as_text()
+
+
+def collectives(text: str) -> Counter[str]:
+    """How often each kind of exchange stands in compiled text."""
+    kinds = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
+    return Counter(re.findall(rf" ({kinds})(?:-start)?\(", text))
 
 
 def errors(found: tuple[jax.Array, ...], wanted: tuple[jax.Array, ...]) -> list[float]:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import re
+import dataclasses
 from functools import partial
 
 import jax
@@ -16,7 +16,15 @@ from maxdiffusion.kernels.attention.reference import dot_product_attention
 from maxdiffusion.kernels.attention.select import KERNELS, attention, choose
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.specs import AttentionSpec
-from tests.kernels.attention.cases import F32_LIMIT, arrays, errors, key_mask, with_grads
+from tests.kernels.attention.cases import (
+    F32_LIMIT,
+    arrays,
+    collectives,
+    errors,
+    key_mask,
+    on_mesh,
+    with_grads,
+)
 
 _FLASH = AttentionSpec(kernel="flash", flash_min_seq_length=0, block_sizes=BlockSizes(block_q=32, block_k=64))
 _Q = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
@@ -103,29 +111,6 @@ def test_the_same_numbers_on_both_sides_of_the_threshold(one: Layout) -> None:
     assert max(errors(*results)) <= F32_LIMIT
 
 
-def _on_mesh(layout: Layout, args: list[jax.Array], mask: jax.Array | None, spec: AttentionSpec = _FLASH):
-    """Results on the mesh from inputs that lie there by the rules, and the compiled text."""
-    names = (_Q, *[(_Q[0], "activation_kv_length", *_Q[2:])] * 2, _Q)
-    placed = [
-        jax.device_put(x, NamedSharding(layout.mesh, layout.spec(*axes, shape=x.shape)))
-        for x, axes in zip(args, names, strict=True)
-    ]
-    mask_axes = ("activation_batch", "activation_kv_length")
-    if mask is not None:
-        mask = jax.device_put(mask, NamedSharding(layout.mesh, layout.spec(*mask_axes, shape=mask.shape)))
-
-    def run(mask, *args):
-        return with_grads(partial(attention, spec=spec, layout=layout), mask)(*args)
-
-    compiled = jax.jit(run).lower(mask, *placed).compile()
-    return compiled(mask, *placed), compiled.as_text()
-
-
-def _collectives(text: str) -> list[str]:
-    kinds = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
-    return re.findall(rf" ({kinds})(?:-start)?\(", text)
-
-
 @pytest.mark.parametrize("axes", [("data", "tensor"), ("data", "model")])
 @pytest.mark.parametrize("kernel", ["flash", "dot_product"])
 def test_each_device_computes_its_own_rows_and_heads(devices: np.ndarray, axes: tuple[str, str], kernel: str) -> None:
@@ -133,9 +118,9 @@ def test_each_device_computes_its_own_rows_and_heads(devices: np.ndarray, axes: 
     args, mask = arrays((4, 70, 2, 8), 90), key_mask(4, 90)
     layout = Layout.of(Mesh(devices.reshape(4, 2), axes))
     spec = AttentionSpec(kernel=kernel, flash_min_seq_length=0, block_sizes=_FLASH.block_sizes)
-    found, text = _on_mesh(layout, args, mask, spec)
+    found, text = on_mesh(layout, args, mask, spec)
     assert found[0].sharding.shard_shape(found[0].shape) == (1, 70, 1, 8)
-    assert _collectives(text) == []
+    assert not collectives(text)
     wanted = jax.jit(with_grads(dot_product_attention, mask))(*args)
     assert max(errors(found, wanted)) <= F32_LIMIT
 
@@ -143,7 +128,7 @@ def test_each_device_computes_its_own_rows_and_heads(devices: np.ndarray, axes: 
 def test_batch_and_heads_that_do_not_divide(data_model: Mesh) -> None:
     args, mask = arrays((3, 40, 3, 8), 40), key_mask(3, 40)
     with pytest.warns(LayoutWarning, match="activation_batch"):
-        found, _ = _on_mesh(Layout.of(data_model), args, mask)
+        found, _ = on_mesh(Layout.of(data_model), args, mask, _FLASH)
     assert max(errors(found, jax.jit(with_grads(dot_product_attention, mask))(*args))) <= F32_LIMIT
     strict = Layout.of(data_model, strict=True)
     with pytest.raises(IndivisibleError):
@@ -153,9 +138,9 @@ def test_batch_and_heads_that_do_not_divide(data_model: Mesh) -> None:
 def test_queries_over_the_sequence_axis_see_all_keys(devices: np.ndarray) -> None:
     args, mask = arrays((2, 64, 1, 8), 90), key_mask(2, 90)
     layout = Layout.of(Mesh(devices.reshape(2, 4), ("data", "context")))
-    found, text = _on_mesh(layout, args, mask)
+    found, text = on_mesh(layout, args, mask, _FLASH)
     assert found[0].sharding.shard_shape(found[0].shape) == (1, 16, 1, 8)
-    assert set(_collectives(text)) == {"all-reduce"}  # the gradients of keys and values, from all queries
+    assert set(collectives(text)) == {"all-reduce"}  # the gradients of keys and values, from all queries
     assert max(errors(found, jax.jit(with_grads(dot_product_attention, mask))(*args))) <= F32_LIMIT
 
 
@@ -163,10 +148,11 @@ def test_rules_that_shard_keys_or_head_size_still_give_whole_keys_and_heads(devi
     args, mask = arrays((2, 40, 1, 8), 80), key_mask(2, 80)
     rules = [("activation_kv_length", "context"), ("activation_kv", "tensor"), ("activation_heads", None)]
     layout = Layout.of(Mesh(devices.reshape(2, 2, 2), ("data", "context", "tensor")), rules)
-    choice = choose(args[0].shape, args[1].shape, spec=_FLASH, layout=layout)
+    spec = dataclasses.replace(_FLASH, context="gather")
+    choice = choose(args[0].shape, args[1].shape, spec=spec, layout=layout)
     assert "activation_kv is gathered along tensor" in choice.reason
     assert "activation_kv_length is gathered along context" in choice.reason
-    found, text = _on_mesh(layout, args, mask)
+    found, text = on_mesh(layout, args, mask, spec)
     assert "all-gather" in text
     assert max(errors(found, jax.jit(with_grads(dot_product_attention, mask))(*args))) <= F32_LIMIT
 

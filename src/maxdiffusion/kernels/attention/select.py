@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -16,11 +16,14 @@ from jaxtyping import Array, Bool, Float
 
 from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.errors import UsageError
+from maxdiffusion.kernels.attention.context import Plan, plan_context
 from maxdiffusion.kernels.attention.flash_cpu import FLASH_CPU
 from maxdiffusion.kernels.attention.flash_gpu import FLASH_GPU, WIDEST
 from maxdiffusion.kernels.attention.flash_tpu import FLASH_TPU
 from maxdiffusion.kernels.attention.local import Inputs, LocalKernel, attend
 from maxdiffusion.kernels.attention.reference import DOT_PRODUCT, check_arguments, dot_product_attention
+from maxdiffusion.kernels.attention.ring import Ring, ring_attention
+from maxdiffusion.kernels.attention.ulysses import Groups, ulysses_attention
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.specs import AttentionSpec
 
@@ -28,10 +31,9 @@ log = logging.getLogger(__name__)
 
 _Q = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
 _KV = ("activation_batch", "activation_kv_length", "activation_heads", "activation_kv")
-# A device that runs the blockwise kernel needs whole keys and whole heads, whatever the rules say of those dimensions.
+# A device's own kernel needs whole heads, whatever the rules say of their size; and keys that do not travel whole.
 _Q_LOCAL = ("activation_batch", "activation_length", "activation_heads", None)
 _KV_LOCAL = ("activation_batch", None, "activation_heads", None)
-_MASK_LOCAL = ("activation_batch", None)
 
 
 KernelName = Literal["dot_product", "flash_cpu", "flash_gpu", "flash_tpu"]
@@ -62,29 +64,31 @@ def local_kernel(platform: str, head_dim: int) -> tuple[KernelName, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Which kernel one attention call runs.
+    """What one attention call runs.
 
     Attributes:
         kernel: one of `KERNELS`.
         block_sizes: tiles of the blockwise kernel on one device; None for the dot-product kernel.
+        context: what devices that share the sequence exchange.
         reason: one line that says why, with the sizes that decided.
     """
 
     kernel: KernelName
     block_sizes: BlockSizes | None
+    context: Plan
     reason: str
 
 
 def choose(
     q_shape: Sequence[int], k_shape: Sequence[int], *, spec: AttentionSpec, layout: Layout, full_mask: bool = False
 ) -> Choice:
-    """The kernel for queries and keys of these global shapes (batch, length, heads, dim).
+    """The kernel, and the exchange, for queries and keys of these global shapes (batch, length, heads, dim).
 
     With `spec.kernel == "flash"` a call runs blockwise when both its queries and its keys are at least
     `spec.flash_min_seq_length` long. When either is shorter (77 text tokens seen by 4096 image tokens), the scores are
     only as large as the longer side, and padding the shorter to a tile would waste most of the work: such a call runs
     the dot-product kernel, whose result is the same up to the order of float32 sums. The decision reads global
-    lengths, so that it is the same on every mesh.
+    lengths, so that it is the same on every mesh. `plan_context` decides on the exchange, for both kernels.
 
     Args:
         q_shape: global shape of the queries.
@@ -94,39 +98,35 @@ def choose(
         full_mask: the mask is (batch, heads, queries, keys), which only the dot-product kernel takes.
 
     Raises:
-        UsageError: flash attention without a mesh.
+        UsageError: flash attention without a mesh, or a Ulysses degree that cannot be.
     """
-    if spec.kernel == "dot_product":
-        return Choice(kernel="dot_product", block_sizes=None, reason="attention_kernel='dot_product'")
-    if layout.mesh is None:
+    if spec.kernel == "flash" and layout.mesh is None:
         raise UsageError(
             "attention_kernel='flash' needs a mesh, on whose devices the kernel runs: give mesh=..., for one device "
             "jax.sharding.Mesh(jax.devices()[:1], ('data',)), or write attention_kernel='dot_product'"
         )
-    num_queries, num_keys = q_shape[1], k_shape[1]
-    if full_mask:
-        reason = f"a full mask of {num_queries} x {num_keys} is as large as the scores, and flash takes masks of keys"
-        return Choice(kernel="dot_product", block_sizes=None, reason=reason)
-    least, side = min((num_queries, "queries"), (num_keys, "keys"))
-    if least < spec.flash_min_seq_length:
-        reason = (
-            f"{least} {side} are below flash_min_seq_length={spec.flash_min_seq_length}: "
-            f"scores of {num_queries} x {num_keys} are computed whole"
+    plan = plan_context(q_shape, k_shape, spec=spec, layout=layout, full_mask=full_mask)
+    why = _why_dot_product(q_shape[1], k_shape[1], spec, full_mask)
+    if why:
+        return Choice(
+            kernel="dot_product", block_sizes=None, context=plan, reason="; ".join([why, *_told(q_shape, plan)])
         )
-        return Choice(kernel="dot_product", block_sizes=None, reason=reason)
-    batch, queries, heads = _per_device(q_shape, layout)
-    kernel, what = local_kernel(layout.platform, q_shape[3])
-    blocks = spec.block_sizes or KERNELS[kernel].tiles(queries, num_keys, q_shape[3])
+    (queries, keys), head_dim = _lengths(q_shape[1], k_shape[1], plan), q_shape[3]
+    kernel, what = local_kernel(layout.platform, head_dim)
+    blocks = spec.block_sizes or KERNELS[kernel].tiles(queries, keys, head_dim)
     parts = [
-        f"{num_queries} queries x {num_keys} keys reach flash_min_seq_length={spec.flash_min_seq_length}",
+        f"{q_shape[1]} queries x {k_shape[1]} keys reach flash_min_seq_length={spec.flash_min_seq_length}",
         what,
         f"tiles of {blocks.block_q} x {blocks.block_k}{'' if spec.block_sizes else ' chosen for these lengths'}",
     ]
     if layout.num_devices > 1:
-        parts.append(f"each device: batch {batch}, {heads} heads, {queries} queries")
-    parts += [note.text for note in layout.resolve(*_Q, shape=q_shape).notes]
-    parts += _gathered(q_shape, k_shape, layout)
-    return Choice(kernel=kernel, block_sizes=blocks, reason="; ".join(parts))
+        of_keys = f" x {keys} keys at a time" if plan.travels else ""
+        heads = plan.heads // plan.ulysses
+        parts.append(f"each device: batch {plan.batch}, {heads} heads, {queries} queries{of_keys}")
+    even = (q_shape[0], layout.num_devices, *q_shape[2:])
+    parts += [note.text for note in layout.resolve(*_Q, shape=even).notes]
+    parts += _gathered(q_shape, k_shape, plan, layout)
+    return Choice(kernel=kernel, block_sizes=blocks, context=plan, reason="; ".join(parts + _told(q_shape, plan)))
 
 
 def attention(
@@ -139,20 +139,21 @@ def attention(
     layout: Layout,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "B Lq H D"]:
-    """softmax(q k^T / sqrt(D)) v by the kernel that `choose` picks, laid out by the rules.
+    """softmax(q k^T / sqrt(D)) v by the kernel and the exchange that `choose` picks, laid out by the rules.
 
-    The dot-product kernel is left to the partitioner; the blockwise one runs inside `shard_map`, so that each device
-    computes its own batch rows, queries and heads against all keys of those rows, and nothing is exchanged where the
-    rules shard only batch and heads.
+    The blockwise kernel, and every kernel whose keys travel, runs inside `shard_map`: each device computes its own
+    batch rows, heads and queries, and what is exchanged is what the plan says. The dot-product kernel whose keys stay
+    is left to the partitioner. Lengths that do not divide by their mesh axes are padded, and padding is never seen.
 
     Args:
         q: queries, any floating dtype; logical axes activation_batch, activation_length, activation_heads,
             activation_kv.
-        k: keys, of the dtype of q; activation_kv_length in place of activation_length.
+        k: keys, of the dtype of q; as many as the queries they are laid out as these, else activation_kv_length
+            stands in place of activation_length.
         v: values, as k.
         mask: True where a key may be seen: (batch, keys), or a full mask (batch, heads, queries, keys) whose
             dimensions may be 1. A query with no key to see gives 0.
-        spec: kernel, threshold, tiles.
+        spec: kernel, threshold, tiles, exchange.
         layout: mesh and rules.
         precision: of the matrix products.
 
@@ -160,7 +161,7 @@ def attention(
         array of the shape and dtype of q, laid out as q.
 
     Raises:
-        UsageError: shapes or dtypes do not fit, or flash attention without a mesh.
+        UsageError: shapes or dtypes do not fit, flash attention without a mesh, or a Ulysses degree that cannot be.
 
     Warns:
         LayoutWarning: batch or heads do not divide by their mesh axes; the result is right, the work is repeated.
@@ -170,44 +171,100 @@ def attention(
         return jnp.zeros_like(q)
     full_mask = mask is not None and mask.ndim == 4
     choice = choose(q.shape, k.shape, spec=spec, layout=layout, full_mask=full_mask)
-    if choice.kernel == "dot_product":
+    plan, length = choice.context, q.shape[1]
+    if choice.kernel != "dot_product" and layout.platform != "cpu":
+        _say_once(logging.WARNING, f"attention: {choice.reason}")
+    if plan.axes:
+        _say_once(logging.INFO, f"attention: {plan.reason}")
+    if not full_mask:
+        q, k, v, mask = _padded(Inputs(q, k, v, mask), plan, layout)
+    if choice.kernel == "dot_product" and not plan.travels:
         q = layout.constrain(q, *_Q)
         k, v = layout.constrain(k, *_KV), layout.constrain(v, *_KV)
-        out = dot_product_attention(q, k, v, mask=mask, precision=precision)
-        return layout.constrain(out, *_Q)
+        out = layout.constrain(dot_product_attention(q, k, v, mask=mask, precision=precision), *_Q)
+    else:
+        keys = _Q_LOCAL if plan.travels else _KV_LOCAL
+        arrays = [(q, _Q_LOCAL), (k, keys), (v, keys), *([] if mask is None else [(mask, keys[:2])])]
+        args, names = [layout.constrain(x, *axes) for x, axes in arrays], [axes for _, axes in arrays]
+        out = layout.local(_on_device(choice, q.shape, k.shape, precision), names, _Q_LOCAL)(*args)
+    return out[:, :length]
 
-    blocks = choice.block_sizes
-    assert blocks is not None
 
-    def kernel(q: Array, k: Array, v: Array, mask: Array | None = None) -> Array:
-        return attend(KERNELS[choice.kernel], blocks, precision, Inputs(q, k, v, mask))
+def _on_device(
+    choice: Choice, q_shape: Sequence[int], k_shape: Sequence[int], precision: jax.lax.PrecisionLike
+) -> Callable[..., Array]:
+    """What each device runs on its own part of queries, keys, values and mask."""
+    kernel, plan = KERNELS[choice.kernel], choice.context
+    lengths = _lengths(q_shape[1], k_shape[1], plan)
+    blocks = choice.block_sizes or kernel.tiles(*lengths, q_shape[3])
 
-    if layout.platform != "cpu":
-        _say_once(f"attention: {choice.reason}")
-    args = [layout.constrain(x, *names) for x, names in ((q, _Q_LOCAL), (k, _KV_LOCAL), (v, _KV_LOCAL))]
-    names = [_Q_LOCAL, _KV_LOCAL, _KV_LOCAL]
-    if mask is not None:
-        args.append(layout.constrain(mask, *_MASK_LOCAL))
-        names.append(_MASK_LOCAL)
-    return layout.local(kernel, names, _Q_LOCAL)(*args)
+    def among_tokens(inputs: Inputs) -> Array:
+        if plan.ring == 1:
+            return attend(kernel, blocks, precision, inputs)
+        ring = Ring(axes=plan.axes, size=plan.ring, stride=plan.ulysses)
+        return ring_attention(ring, kernel, blocks, precision, inputs)
+
+    def run(q: Array, k: Array, v: Array, mask: Array | None = None) -> Array:
+        inputs = Inputs(q, k, v, mask)
+        if plan.ulysses == 1:
+            return among_tokens(inputs)
+        groups = Groups(axes=plan.axes, devices=plan.ring * plan.ulysses, degree=plan.ulysses)
+        return ulysses_attention(groups, among_tokens, inputs)
+
+    return run
+
+
+def _padded(inputs: Inputs, plan: Plan, layout: Layout) -> Inputs:
+    """Queries, and keys that travel, padded to equal parts; keys that were added are hidden."""
+    q, k, v, mask = inputs
+    more_q = -q.shape[1] % plan.parts
+    more_k = -k.shape[1] % plan.parts if plan.travels else 0
+    if more_q:
+        q = jnp.pad(layout.enter(q), ((0, 0), (0, more_q), (0, 0), (0, 0)))
+    if more_k:
+        seen = jnp.ones(k.shape[:2], bool) if mask is None else layout.enter(mask)
+        mask = jnp.pad(seen, ((0, 0), (0, more_k)))
+        k, v = (jnp.pad(layout.enter(x), ((0, 0), (0, more_k), (0, 0), (0, 0))) for x in (k, v))
+    return Inputs(q, k, v, mask)
+
+
+def _lengths(num_queries: int, num_keys: int, plan: Plan) -> tuple[int, int]:
+    """Queries and keys that one device's kernel sees at a time."""
+    group = plan.ulysses if plan.travels else 1
+    queries = -(-num_queries // plan.parts) * group
+    return queries, -(-num_keys // plan.parts) * group if plan.travels else num_keys
+
+
+def _why_dot_product(num_queries: int, num_keys: int, spec: AttentionSpec, full_mask: bool) -> str:
+    """Why a call runs the dot-product kernel; empty when it runs blockwise."""
+    if spec.kernel == "dot_product":
+        return "attention_kernel='dot_product'"
+    if full_mask:
+        return f"a full mask of {num_queries} x {num_keys} is as large as the scores, and flash takes masks of keys"
+    least, side = min((num_queries, "queries"), (num_keys, "keys"))
+    if least < spec.flash_min_seq_length:
+        return (
+            f"{least} {side} are below flash_min_seq_length={spec.flash_min_seq_length}: "
+            f"scores of {num_queries} x {num_keys} are computed whole"
+        )
+    return ""
+
+
+def _told(q_shape: Sequence[int], plan: Plan) -> list[str]:
+    """What there is to say about the exchange."""
+    padding = -q_shape[1] % plan.parts
+    padded = f"{q_shape[1]} tokens are padded to {q_shape[1] + padding}"
+    return [*([plan.reason] if plan.axes else []), *([padded] if padding else [])]
+
+
+def _gathered(q_shape: Sequence[int], k_shape: Sequence[int], plan: Plan, layout: Layout) -> list[str]:
+    """What the rules shard and a device needs whole."""
+    wanted = [("activation_kv", layout.resolve(*_Q, shape=q_shape).axes[3])]
+    if not plan.travels:
+        wanted.append(("activation_kv_length", layout.resolve(*_KV, shape=k_shape).axes[1]))
+    return [f"{name} is gathered along {', '.join(axes)}" for name, axes in wanted if axes]
 
 
 @functools.lru_cache(maxsize=256)
-def _say_once(text: str) -> None:
-    log.warning(text)
-
-
-def _per_device(q_shape: Sequence[int], layout: Layout) -> tuple[int, int, int]:
-    """Batch rows, queries and heads that one device computes."""
-    sizes = list(q_shape[:3])
-    for dim, axes in enumerate(layout.resolve(*_Q_LOCAL, shape=q_shape).axes[:3]):
-        for axis in axes:
-            sizes[dim] //= layout.sizes[axis]
-    return sizes[0], sizes[1], sizes[2]
-
-
-def _gathered(q_shape: Sequence[int], k_shape: Sequence[int], layout: Layout) -> list[str]:
-    """What the rules shard and the blockwise kernel needs whole."""
-    wanted = (*layout.resolve(*_Q, shape=q_shape).axes[3:], *layout.resolve(*_KV, shape=k_shape).axes[1:2])
-    names = ("activation_kv", "activation_kv_length")
-    return [f"{name} is gathered along {', '.join(axes)}" for name, axes in zip(names, wanted, strict=True) if axes]
+def _say_once(level: int, text: str) -> None:
+    log.log(level, text)
