@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from maxdiffusion import errors
+from maxdiffusion.models.registry import MODELS
 from maxdiffusion.parallel.rules import LOGICAL_AXES
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +45,12 @@ def test_the_table_of_logical_axes_is_the_code_s():
     text = (ROOT / "docs" / "parallelism.md").read_text()
     for name, meaning in LOGICAL_AXES.items():
         assert f"| `{name}` | {meaning} |" in text
+
+
+def test_the_table_of_models_is_the_registry_s():
+    text = (ROOT / "docs" / "models.md").read_text()
+    rows = dict(re.findall(r"^\| `([^`]+)` \|.*\| ([^|]+) \|$", text, re.MULTILINE))
+    assert rows == {name: spec.license for name, spec in MODELS.items()}
 
 
 def test_readme_is_short():

@@ -28,7 +28,9 @@ MESHES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
 
 
 def small(**keywords: Any) -> DiffusionModel:
-    return lookup("flux-dev").build("tiny", num_layers=1, num_single_layers=1, precision="highest", **keywords)
+    return lookup("flux-dev").build(
+        "tiny", **{"num_layers": 1, "num_single_layers": 1, "precision": "highest", **keywords}
+    )
 
 
 def call() -> dict[str, Any]:
@@ -97,3 +99,15 @@ def test_values_and_gradients_are_those_of_one_device(
         grads,
         plan,
     )
+
+
+@pytest.mark.slow
+def test_stages_hand_on_both_streams(devices: np.ndarray) -> None:
+    """A pipeline of stacked double blocks, whose carry is a pair, and of single blocks."""
+    stacked = {"num_layers": 2, "num_single_layers": 2, "scan_layers": True}
+    mesh = Mesh(devices.reshape(2, 2, 2), ("stage", "data", "tensor"))
+    _, wanted, wanted_grads = run(small(**stacked))
+    _, out, grads = run(small(mesh=mesh, **stacked))
+    assert distance(out, wanted) <= 2 * TOLERANCE
+    worst = jax.tree.map(distance, grads, wanted_grads)
+    assert max(jax.tree.leaves(worst)) <= 2 * GRADIENT_TOLERANCE, worst
