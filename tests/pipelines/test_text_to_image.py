@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from maxdiffusion.config.schema import DiffusionSection, SampleSection
 from maxdiffusion.data.tokenizer import WordTokenizer
@@ -46,3 +47,29 @@ def test_guidance_moves_away_from_the_empty_text(process: str) -> None:
     np.testing.assert_allclose(guided, without + 3 * (alone - without), atol=2e-5)
     np.testing.assert_allclose(without, draw(1.0, tuple(np.repeat(array, 2, axis=0) for array in empty)), atol=2e-5)
     assert np.abs(alone - without).max() > 1e-4
+
+
+@pytest.mark.parametrize("axes", [("cfg",), ("cfg", "tensor")], ids="x".join)
+def test_the_halves_of_one_sample_part_along_the_mesh(axes: tuple[str, ...], devices: np.ndarray) -> None:
+    """Guidance parallelism: one guided sample keeps every device busy, with the numbers of one device."""
+    recipe = tiny_recipe(data={"size": 8})
+    texts, empty = TOKENIZER.encode(["a fox"]), TOKENIZER.encode([""])
+    drawn, flops = [], []
+    for mesh in (None, Mesh(devices[: 2 ** len(axes)].reshape((2,) * len(axes)), axes)):
+        subject = text_to_image_of(recipe, mesh=mesh, vocab_size=TOKENIZER.vocab_size, max_length=8)
+        draw = sampler(subject, SampleSection(steps=2, guidance_scale=3.0))
+        params = subject.model.init_weights(jax.random.key(0))
+        drawn.append(draw(params, texts, empty, seed=0, indices=np.arange(1)))
+        args = (params, *texts, *empty, jax.random.key(0), np.arange(1, dtype=np.int32))
+        flops.append(draw.draw.lower(*args).compile().cost_analysis()["flops"])  # type: ignore[attr-defined]
+    np.testing.assert_allclose(drawn[1], drawn[0], atol=1e-5)
+    # Half of the network's work, and what is not cut: noise, solver and guidance.
+    assert flops[1] < 0.6 * flops[0]
+
+
+def test_without_guidance_a_mesh_axis_for_it_shares_the_samples(devices: np.ndarray) -> None:
+    mesh = Mesh(devices[:2], ("cfg",))
+    subject = text_to_image_of(tiny_recipe(data={"size": 8}), mesh=mesh, vocab_size=TOKENIZER.vocab_size, max_length=8)
+    assert not sampler(subject, SampleSection(guidance_scale=1.0)).guided
+    assert subject.layout.rows(2).spec == jax.P("cfg")  # type: ignore[union-attr]
+    assert subject.layout.rows(1).spec in (jax.P(), jax.P(None))  # type: ignore[union-attr]

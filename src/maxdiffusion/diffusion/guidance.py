@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from maxdiffusion.diffusion.broadcast import over_batch
 from maxdiffusion.diffusion.denoiser import CacheState, Cond, Denoiser
@@ -84,10 +84,15 @@ def _batched(
             f"positive and negative conditions differ, {shapes[0]} and {shapes[1]}: "
             "pad them to one shape, or use mode='sequential'"
         )
-    both = jax.tree.map(_interleave, cond.positive, cond.negative)
-    cache, output = denoiser(cache, _interleave(x, x), _interleave(timestep, timestep), both)
-    output = output.reshape(x.shape[0], 2, *output.shape[1:])
-    return cache, output[:, 0], output[:, 1]
+    both = jax.tree.map(interleave, cond.positive, cond.negative)
+    cache, output = denoiser(cache, interleave(x, x), interleave(timestep, timestep), both)
+    return cache, *halves(output)
+
+
+def halves(x: Shaped[Array, "twice ..."]) -> tuple[Shaped[Array, "batch ..."], Shaped[Array, "batch ..."]]:
+    """The two batches that `interleave` joined."""
+    pairs = x.reshape(x.shape[0] // 2, 2, *x.shape[1:])
+    return pairs[:, 0], pairs[:, 1]
 
 
 def _sequential(
@@ -99,7 +104,8 @@ def _sequential(
     return (first, second) if cache else (), positive, negative
 
 
-def _interleave(a: Float[Array, "batch ..."], b: Float[Array, "batch ..."]) -> Float[Array, "twice ..."]:
+def interleave(a: Shaped[Array, "batch ..."], b: Shaped[Array, "batch ..."]) -> Shaped[Array, "twice ..."]:
+    """One batch of both, the two halves of each sample next to each other."""
     return jnp.stack([a, b], axis=1).reshape(2 * a.shape[0], *a.shape[1:])
 
 

@@ -313,6 +313,17 @@ class Layout:
         (axes,) = self.resolve("activation_batch").axes
         return math.prod(self.sizes[axis] for axis in axes)
 
+    def rows(self, number: int) -> NamedSharding | None:
+        """The sharding of arrays with this number of samples in front; None without devices.
+
+        Of the mesh axes that share a batch, the first ones as far as they divide the number: guidance doubles the
+        samples, and along the other axes the halves of a sample part.
+        """
+        if not isinstance(self.mesh, Mesh):
+            return None
+        (axes,) = rule_table.resolve(("activation_batch",), self.rules, self.sizes, shape=(number,)).axes
+        return NamedSharding(self.mesh, _partition((axes,)))
+
     def _agreed(self, args: Sequence[Any], in_names: Sequence[Sequence[str | None]]) -> dict[str, tuple[str, ...]]:
         agreed: dict[str, tuple[str, ...]] = {}
         for arg, names in zip(args, in_names, strict=True):

@@ -51,7 +51,8 @@ _TENSOR: LogicalAxisRules = tuple(
 )
 _FSDP: LogicalAxisRules = tuple((name, "fsdp") for name in ("embed", "cross_embed", "conv_in", "norm", "length"))
 _FSDP_ALONE: LogicalAxisRules = (*_FSDP, *((name, "fsdp") for name in ("conv_out", "mlp", "heads", "vocab")))
-_BATCH: LogicalAxisRules = (("activation_batch", ("data", "fsdp")),)
+# Guidance puts the two halves of a sample next to each other in the batch: along the last axis they part.
+_BATCH: LogicalAxisRules = (("activation_batch", ("data", "fsdp", "cfg")),)
 _CONTEXT: LogicalAxisRules = (("activation_length", "context"),)
 _STAGES: LogicalAxisRules = (("layers", "stage"),)
 
@@ -64,12 +65,12 @@ def _closed(names: Iterable[str], *parts: LogicalAxisRules) -> LogicalAxisRules:
 
 
 DEFAULT_RULES: LogicalAxisRules = _closed(_ACTIVATIONS, _BATCH, _CONTEXT, _STAGES, _TENSOR, _FSDP)
-"""Serve meshes with any of the axes data, fsdp, context, stage, tensor, and `model` as another name for tensor."""
+"""Serve meshes with any of the axes data, fsdp, cfg, context, stage, tensor, and `model` as another name for tensor."""
 
 PRESETS: dict[str, LogicalAxisRules] = {
-    "dp": _closed(LOGICAL_AXES, (("activation_batch", ("data", "fsdp", "tensor", "model")),)),
+    "dp": _closed(LOGICAL_AXES, (("activation_batch", ("data", "fsdp", "cfg", "tensor", "model")),)),
     "fsdp": _closed(_ACTIVATIONS, _BATCH, _FSDP_ALONE, _STAGES),
-    "tp": _closed(_ACTIVATIONS, (("activation_batch", "data"),), _TENSOR, _STAGES),
+    "tp": _closed(_ACTIVATIONS, (("activation_batch", ("data", "cfg")),), _TENSOR, _STAGES),
     "fsdp_tp": _closed(_ACTIVATIONS, _BATCH, _TENSOR, _FSDP, _STAGES),
     "hsdp": _closed(_ACTIVATIONS, _BATCH, _FSDP_ALONE, _STAGES),
     "context": _closed(_ACTIVATIONS, _BATCH, _CONTEXT, _FSDP_ALONE, _STAGES),

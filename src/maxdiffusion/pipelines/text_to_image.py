@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from maxdiffusion.data.source import to_pixels
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.diffusion.denoiser import CacheState, Denoiser
 from maxdiffusion.diffusion.grid import Grid, make_grid
-from maxdiffusion.diffusion.guidance import CondPair, classifier_free
+from maxdiffusion.diffusion.guidance import CondPair, classifier_free, halves, interleave
 from maxdiffusion.diffusion.noise import noise, step_noise
 from maxdiffusion.diffusion.prediction import Prediction
 from maxdiffusion.diffusion.process import FlowMatching, Process, VariancePreserving
@@ -92,10 +93,12 @@ class Sampler:
     Attributes:
         text_to_image: network and process.
         draw: the compiled function `(params, ids, mask, empty ids, empty mask, key, indices) -> pictures`.
+        guided: the network runs on two halves a sample, so that one sample keeps two devices of the batch busy.
     """
 
     text_to_image: TextToImage
     draw: Callable[..., Array]
+    guided: bool
 
     def pictures(
         self, params: Any, tokenizer: WordTokenizer, prompts: Sequence[str], *, num_images: int, seed: int
@@ -140,6 +143,8 @@ class Sampler:
         rows = len(indices)
         layout = self.text_to_image.layout
         unit, replicated = layout.batch_divisor, layout.replicated
+        if self.guided:
+            unit //= math.gcd(unit, 2)
         size = min(_ceil(rows, unit), _ceil(LARGEST_BATCH, unit))
         padded = np.arange(_ceil(rows, size)) % rows
         key = jax.device_put(jax.random.key(seed), replicated)
@@ -173,16 +178,30 @@ def sampler(text_to_image: TextToImage, section: SampleSection) -> Sampler:
         def condition(ids: Array, mask: Array) -> Any:
             return text_to_image.model.apply({"params": used}, ids, mask, method="encode"), mask
 
-        # The empty text is encoded once a row: a batch of one would not divide over the mesh.
-        negative = (jnp.broadcast_to(empty, ids.shape), jnp.broadcast_to(empty_mask, mask.shape))
-        cond = CondPair(positive=condition(ids, mask), negative=None if scale == 1 else condition(*negative))
+        if scale == 1:
+            cond = CondPair(positive=condition(ids, mask), negative=None)
+        else:
+            # The empty text is encoded with every text: what guidance doubles shares the mesh from here on.
+            both = condition(
+                interleave(ids, jnp.broadcast_to(empty, ids.shape)),
+                interleave(mask, jnp.broadcast_to(empty_mask, mask.shape)),
+            )
+            leaves, form = jax.tree.flatten(both)
+            parted = [halves(leaf) for leaf in leaves]
+            positive, negative = (form.unflatten(half) for half in zip(*parted, strict=True))
+            cond = CondPair(positive=positive, negative=negative)
         x = noise(key, index, text_to_image.image_shape) * text_to_image.process.prior_std
-        x = text_to_image.layout.constrain(x, "activation_batch", "activation_height", "activation_width", None)
+        rows = text_to_image.layout.rows(x.shape[0])
+        x = x if rows is None else jax.lax.with_sharding_constraint(x, rows)
         denoiser = classifier_free(text_to_image.denoiser(params), scale=scale)
         steps = step_noise(key, index, text_to_image.image_shape) if solver.stochastic else None
         return sample(denoiser, x, grid, cond, solver=solver, prediction=prediction, noise=steps).x
 
-    return Sampler(text_to_image=text_to_image, draw=jax.jit(draw, out_shardings=text_to_image.layout.replicated))
+    return Sampler(
+        text_to_image=text_to_image,
+        draw=jax.jit(draw, out_shardings=text_to_image.layout.replicated),
+        guided=scale != 1,
+    )
 
 
 def text_to_image_of(recipe: Recipe, *, mesh: Mesh | None, vocab_size: int, max_length: int) -> TextToImage:
@@ -240,7 +259,7 @@ def process_of(section: DiffusionSection) -> Process:
 
 def _put(array: np.ndarray, layout: Layout) -> Array:
     """A host array that every process has whole, laid out with its first dimension as the batch."""
-    sharding = layout.sharding("activation_batch")
+    sharding = layout.rows(array.shape[0])
     if sharding is None:
         return jnp.asarray(array)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
