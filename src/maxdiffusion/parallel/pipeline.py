@@ -284,7 +284,8 @@ def pipeline(
         check_vma=False,
     )
     arrays = jax.tree.map(cut, x), jax.tree.map(cut, inputs)
-    out = run(jnp.arange(plan.stages), jnp.asarray(table >= 0), exchange, arranged, arrays)
+    # Outside of jit, a shard_map that leaves axes to the partitioner cannot run.
+    out = jax.jit(run, inline=True)(jnp.arange(plan.stages), jnp.asarray(table >= 0), exchange, arranged, arrays)
     return jax.tree.map(functools.partial(_joined, plan=plan), out)
 
 
