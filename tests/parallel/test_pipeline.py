@@ -240,3 +240,15 @@ def test_an_input_of_another_batch_is_refused(devices: np.ndarray) -> None:
     wanted = plan(layout, PipelineSpec(), num_layers=2, batch=4, name="refused")
     with pytest.raises(UsageError, match=r"shape \(3, 8\), but the batch is 4"):
         pipeline(lambda w, x, y: x, jnp.ones(2), jnp.ones((4, 2)), jnp.ones((3, 8)), plan=wanted, layout=layout)
+
+
+def test_it_runs_outside_of_jit(devices: np.ndarray) -> None:
+    layout = layout_of(devices, stage=2, data=2)
+    wanted = plan(layout, PipelineSpec(), num_layers=2, batch=4, name="eager")
+
+    def layer(weight: jax.Array, x: jax.Array, read: jax.Array) -> jax.Array:
+        return layout.constrain(x * weight + read, "activation_batch", "activation_embed")
+
+    x = jnp.arange(8.0).reshape(4, 2)
+    out = pipeline(layer, jnp.array([2.0, 3.0]), x, x, plan=wanted, layout=layout)
+    np.testing.assert_array_equal(out, 10 * x)
