@@ -35,10 +35,8 @@ def _compile(target: str, names: list[str], folder: Path) -> dict[str, _Compiled
     command = [sys.executable, "-m", "tests.kernels.attention.aot", target, str(folder), *names]
     ran = subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert ran.returncode == 0, ran.stderr[-4000:]
-    return {
-        name: _Compiled((folder / f"{name}.stablehlo").read_text(), (folder / f"{name}.hlo").read_text())
-        for name in names
-    }
+    texts = {file.name: file.read_text() for file in folder.iterdir()}
+    return {name: _Compiled(texts[f"{name}.stablehlo"], texts.get(f"{name}.hlo", "")) for name in names}
 
 
 def _collectives(text: str) -> list[str]:
@@ -60,6 +58,34 @@ def test_tpus_run_splash_attention(target: str, tmp_path: Path) -> None:
     assert _collectives(program.hlo) == []
     assert _lengths(program.hlo) == {4608}
     assert "bf16[1,4608,2,64]" in program.hlo
+
+
+def test_gpus_run_the_triton_kernel(tmp_path: Path) -> None:
+    """No cuDNN here: forward and backward for an H100, masked and not; nothing exchanged, 4,608 tokens not padded."""
+    programs = _compile("h100", ["image", "text"], tmp_path)
+    for program in programs.values():
+        assert program.hlo.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
+        assert _collectives(program.hlo) == []
+    assert _lengths(programs["image"].hlo) == {4608}
+
+
+def test_gpus_with_cudnn_call_it(tmp_path: Path) -> None:
+    """Each GPU its own batch row and heads; a mask of keys goes to the Triton kernel, never into thin air."""
+    programs = _compile("h100-cudnn", ["image", "text"], tmp_path)
+    image, text = programs["image"].stablehlo, programs["text"].stablehlo
+    for call in ("@__cudnn$fmhaSoftmax(", "@__cudnn$fmhaSoftmaxBackward("):
+        (line,) = [line for line in image.splitlines() if call in line]
+        assert "tensor<1x4608x2x64xbf16>" in line
+    assert "triton" not in image and "all_gather" not in image
+    assert "cudnn" not in text and text.count("@__gpu$xla.gpu.triton") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {"image", "text"}))
+def test_every_program_compiles_for_gpus(name: str, tmp_path: Path) -> None:
+    program = _compile("h100", [name], tmp_path)[name]
+    assert program.hlo.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
+    assert _collectives(program.hlo) == []
 
 
 @pytest.mark.slow

@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.errors import IndivisibleError, LayoutWarning, UsageError
 from maxdiffusion.kernels.attention.flash_cpu import auto_block_sizes
+from maxdiffusion.kernels.attention.flash_gpu import _cudnn_refusal
 from maxdiffusion.kernels.attention.reference import dot_product_attention
 from maxdiffusion.kernels.attention.select import KERNELS, attention, choose
 from maxdiffusion.parallel.layout import Layout
@@ -89,6 +91,23 @@ def test_the_kernel_follows_the_mesh(one: Layout, monkeypatch: pytest.MonkeyPatc
     assert choice.kernel == "flash_gpu" and "Triton" in choice.reason
     choice = choose((1, 4608, 1, 512), (1, 4608, 1, 512), spec=spec, layout=one)
     assert choice.kernel == "flash_cpu" and "heads of 512 are too wide" in choice.reason
+
+
+def test_cudnn_is_chosen_where_it_serves(one: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Layout, "platform", "gpu")
+    pick = partial(choose, _image(64), _image(64), spec=_FLASH, layout=one, dtype=jnp.bfloat16)
+    choice = pick()  # there is no cuDNN on this machine
+    assert choice.kernel == "flash_gpu" and "for cuDNN refuses: " in choice.reason
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91_100)
+    _cudnn_refusal.cache_clear()
+    choice = pick()
+    assert choice.kernel == "cudnn" and choice.block_sizes is None
+    assert "cuDNN, which ignores flash_block_sizes" in choice.reason
+    choice = pick(key_mask=True)
+    assert choice.kernel == "flash_gpu" and "takes no mask of keys" in choice.reason
+    choice = pick(dtype=jnp.float32)
+    assert choice.kernel == "flash_gpu" and "float32" in choice.reason
+    _cudnn_refusal.cache_clear()
 
 
 def test_the_reason_tells_the_share_of_a_device(data_model: Mesh) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from maxdiffusion.common_types import BlockSizes
@@ -173,6 +175,41 @@ class TritonKernel:
 
 FLASH_GPU: LocalKernel = TritonKernel()
 """The Triton kernel as the kernel of one GPU."""
+
+
+def cudnn_attention(
+    q: Float[Array, "B Lq H D"], k: Float[Array, "B Lk H D"], v: Float[Array, "B Lk H D"]
+) -> Float[Array, "B Lq H D"]:
+    """softmax(q k^T / sqrt(D)) v by cuDNN, differentiable: a whole attention, not a `LocalKernel`.
+
+    It rounds the log-sum-exp to the dtype of the queries and takes no global one, so that rings cannot use it.
+    """
+    return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+
+
+def cudnn_refusal(
+    q_shape: Sequence[int], k_shape: Sequence[int], dtype: DTypeLike, *, masked: bool, ring: bool
+) -> str | None:
+    """Why cuDNN cannot compute this attention here, or None where it can.
+
+    jax decides, from the cuDNN that this process has; on a machine without one nothing can be compiled for it either.
+    A mask of keys would have to become a bias of batch x queries x keys.
+    """
+    if ring:
+        return "a ring needs its log-sum-exp in float32"
+    if masked:
+        return "it takes no mask of keys"
+    return _cudnn_refusal(tuple(q_shape), tuple(k_shape), jnp.dtype(dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def _cudnn_refusal(q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: jnp.dtype) -> str | None:
+    q, k = (jax.ShapeDtypeStruct(shape, dtype) for shape in (q_shape, k_shape))
+    try:
+        jax.eval_shape(cudnn_attention, q, k, k)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        return str(error).splitlines()[0].rstrip(".")
+    return None
 
 
 def _forward_kernel(*refs: Any, tile_k: int, dim: int, precision: jax.lax.PrecisionLike) -> None:

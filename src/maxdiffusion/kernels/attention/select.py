@@ -12,13 +12,14 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.errors import UsageError
 from maxdiffusion.kernels.attention.context import Plan, plan_context
 from maxdiffusion.kernels.attention.flash_cpu import FLASH_CPU
-from maxdiffusion.kernels.attention.flash_gpu import FLASH_GPU, WIDEST
+from maxdiffusion.kernels.attention.flash_gpu import FLASH_GPU, WIDEST, cudnn_attention, cudnn_refusal
 from maxdiffusion.kernels.attention.flash_tpu import FLASH_TPU
 from maxdiffusion.kernels.attention.local import Inputs, LocalKernel, attend
 from maxdiffusion.kernels.attention.reference import DOT_PRODUCT, check_arguments, dot_product_attention
@@ -67,20 +68,27 @@ class Choice:
     """What one attention call runs.
 
     Attributes:
-        kernel: one of `KERNELS`.
-        block_sizes: tiles of the blockwise kernel on one device; None for the dot-product kernel.
+        kernel: one of `KERNELS`, or `cudnn`, which computes whole attentions only.
+        block_sizes: tiles of the blockwise kernel on one device; None for the dot-product kernel and cuDNN.
         context: what devices that share the sequence exchange.
         reason: one line that says why, with the sizes that decided.
     """
 
-    kernel: KernelName
+    kernel: KernelName | Literal["cudnn"]
     block_sizes: BlockSizes | None
     context: Plan
     reason: str
 
 
 def choose(
-    q_shape: Sequence[int], k_shape: Sequence[int], *, spec: AttentionSpec, layout: Layout, full_mask: bool = False
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    *,
+    spec: AttentionSpec,
+    layout: Layout,
+    full_mask: bool = False,
+    key_mask: bool = False,
+    dtype: DTypeLike = jnp.float32,
 ) -> Choice:
     """The kernel, and the exchange, for queries and keys of these global shapes (batch, length, heads, dim).
 
@@ -96,6 +104,8 @@ def choose(
         spec: what the user asked for.
         layout: mesh and rules.
         full_mask: the mask is (batch, heads, queries, keys), which only the dot-product kernel takes.
+        key_mask: there is a mask of keys, which cuDNN does not take.
+        dtype: of queries, keys and values; cuDNN takes 16-bit ones.
 
     Raises:
         UsageError: flash attention without a mesh, or a Ulysses degree that cannot be.
@@ -113,12 +123,19 @@ def choose(
         )
     (queries, keys), head_dim = _lengths(q_shape[1], k_shape[1], plan), q_shape[3]
     kernel, what = local_kernel(layout.platform, head_dim)
-    blocks = spec.block_sizes or KERNELS[kernel].tiles(queries, keys, head_dim)
-    parts = [
-        f"{q_shape[1]} queries x {k_shape[1]} keys reach flash_min_seq_length={spec.flash_min_seq_length}",
-        what,
-        f"tiles of {blocks.block_q} x {blocks.block_k}{'' if spec.block_sizes else ' chosen for these lengths'}",
-    ]
+    refusal = ""
+    if kernel == "flash_gpu":
+        hides = key_mask or (plan.travels and k_shape[1] % plan.parts > 0)
+        refusal = cudnn_refusal(q_shape, k_shape, dtype, masked=hides, ring=plan.ring > 1)
+    parts = [f"{q_shape[1]} queries x {k_shape[1]} keys reach flash_min_seq_length={spec.flash_min_seq_length}"]
+    if refusal is None:
+        kernel, blocks = "cudnn", None
+        parts.append(f"cuDNN{', which ignores flash_block_sizes' if spec.block_sizes else ''}")
+    else:
+        blocks = spec.block_sizes or KERNELS[kernel].tiles(queries, keys, head_dim)
+        parts.append(f"{what}, for cuDNN refuses: {refusal}" if refusal else what)
+        chosen = "" if spec.block_sizes else " chosen for these lengths"
+        parts.append(f"tiles of {blocks.block_q} x {blocks.block_k}{chosen}")
     if layout.num_devices > 1:
         of_keys = f" x {keys} keys at a time" if plan.travels else ""
         heads = plan.heads // plan.ulysses
@@ -170,7 +187,8 @@ def attention(
     if not math.prod(q.shape) or not math.prod(k.shape):
         return jnp.zeros_like(q)
     full_mask = mask is not None and mask.ndim == 4
-    choice = choose(q.shape, k.shape, spec=spec, layout=layout, full_mask=full_mask)
+    key_mask = mask is not None and not full_mask
+    choice = choose(q.shape, k.shape, spec=spec, layout=layout, full_mask=full_mask, key_mask=key_mask, dtype=q.dtype)
     plan, length = choice.context, q.shape[1]
     if choice.kernel != "dot_product" and layout.platform != "cpu":
         _say_once(logging.WARNING, f"attention: {choice.reason}")
@@ -194,11 +212,15 @@ def _on_device(
     choice: Choice, q_shape: Sequence[int], k_shape: Sequence[int], precision: jax.lax.PrecisionLike
 ) -> Callable[..., Array]:
     """What each device runs on its own part of queries, keys, values and mask."""
-    kernel, plan = KERNELS[choice.kernel], choice.context
+    plan = choice.context
+    kernel = None if choice.kernel == "cudnn" else KERNELS[choice.kernel]
     lengths = _lengths(q_shape[1], k_shape[1], plan)
-    blocks = choice.block_sizes or kernel.tiles(*lengths, q_shape[3])
+    blocks = choice.block_sizes or (kernel or DOT_PRODUCT).tiles(*lengths, q_shape[3])
 
     def among_tokens(inputs: Inputs) -> Array:
+        if kernel is None:
+            assert plan.ring == 1 and inputs.mask is None
+            return cudnn_attention(inputs.q, inputs.k, inputs.v)
         if plan.ring == 1:
             return attend(kernel, blocks, precision, inputs)
         ring = Ring(axes=plan.axes, size=plan.ring, stride=plan.ulysses)
