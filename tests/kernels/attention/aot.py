@@ -8,6 +8,7 @@ jax is told that there is a cuDNN; only cuDNN itself could compile its calls, so
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -45,12 +46,14 @@ PAGE = BlockSizes(block_q=128, block_k=128, block_b=1, block_q_dkv=128, block_k_
 
 QKV = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
 
-# length, keys, head size, dtype, masked, tiles; batch 2 and 4 heads over the mesh (data=2, tensor=2)
+# length, keys, head size, dtype, masked, tiles; batch 2 and 4 heads over the mesh (data=2, tensor=2), and for the ring
+# over (data=2, context=2)
 PROGRAMS = {
     "image": (4608, 4608, 64, "bfloat16", False, None),
     "page-sizes": (4608, 4608, 40, "bfloat16", False, PAGE),
     "text": (333, 77, 80, "float32", True, None),
     "wide": (4992, 4992, 160, "float32", True, None),
+    "ring": (4608, 4608, 128, "bfloat16", False, None),
     "video": (32_760, 32_760, 128, "bfloat16", True, None),
 }
 
@@ -62,11 +65,14 @@ def devices(target: str) -> list[jax.Device]:
     return topologies.get_topology_desc(platform="cuda", topology="1x1x4", target_config=H100).devices
 
 
-def lower(name: str, mesh: Mesh) -> jax.stages.Lowered:
+def lower(name: str, chips: list[jax.Device]) -> jax.stages.Lowered:
     """The output and the gradients of one program, through the public entry."""
     length, keys, dim, dtype, masked, blocks = PROGRAMS[name]
-    layout = Layout.of(mesh)
+    axes = ("data", "context" if name == "ring" else "tensor")
+    layout = Layout.of(Mesh(np.array(chips).reshape(2, 2), axes))
     spec = AttentionSpec(kernel="flash", flash_min_seq_length=0, block_sizes=blocks)
+    if name == "ring":
+        spec = replace(spec, context="ring")
 
     def shape(num_tokens: int) -> jax.ShapeDtypeStruct:
         size = (2, num_tokens, 4, dim)
@@ -85,9 +91,8 @@ def main() -> None:
     target, folder, names = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     if target == "h100-cudnn":
         fused_attention_stablehlo.check_cudnn_version = lambda: 91_100
-    mesh = Mesh(np.array(devices(target)).reshape(2, 2), ("data", "tensor"))
     for name in names:
-        lowered = lower(name, mesh)
+        lowered = lower(name, devices(target))
         (folder / f"{name}.stablehlo").write_text(lowered.as_text())
         if target != "h100-cudnn":
             (folder / f"{name}.hlo").write_text(lowered.compile().as_text() or "")

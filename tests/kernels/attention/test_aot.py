@@ -81,7 +81,7 @@ def test_gpus_with_cudnn_call_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {"image", "text"}))
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {"image", "text", "ring"}))
 def test_every_program_compiles_for_gpus(name: str, tmp_path: Path) -> None:
     program = _compile("h100", [name], tmp_path)[name]
     assert program.hlo.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
@@ -90,7 +90,7 @@ def test_every_program_compiles_for_gpus(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TPUS)
-@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {"image"}))
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {"image", "ring"}))
 def test_every_program_compiles_for_tpus(target: str, name: str, tmp_path: Path) -> None:
     """The seven block sizes of the page, masks, float32, wide heads, lengths that no tile divides."""
     program = _compile(target, [name], tmp_path)[name]
@@ -98,3 +98,14 @@ def test_every_program_compiles_for_tpus(target: str, name: str, tmp_path: Path)
     assert _collectives(program.hlo) == []
     length, _, _, _, masked, _ = PROGRAMS[name]
     assert masked == ("_segmented" in program.hlo) or length % 128
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "call"), [("v5p", "tpu_custom_call"), ("h100-cudnn", "triton"), ("h100", "triton")])
+def test_rings_are_built_of_these_kernels(target: str, call: str, tmp_path: Path) -> None:
+    """Keys travel round the ring and are gathered nowhere; cuDNN, where there is one, gives no ring its sums."""
+    program = _compile(target, ["ring"], tmp_path)["ring"]
+    assert call in program.stablehlo and "cudnn" not in program.stablehlo
+    if program.hlo:
+        assert set(_collectives(program.hlo)) == {"collective-permute"}
+        assert _lengths(program.hlo) <= {2304}
