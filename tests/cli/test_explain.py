@@ -6,9 +6,11 @@ import json
 
 import pytest
 
-from maxdiffusion.cli.explain import LARGEST, _cells, _telling
+from maxdiffusion.cli.explain import LARGEST, _attentions, _cells, _telling
 from maxdiffusion.cli.main import main
+from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.parallel.report import Report, Row
+from maxdiffusion.tools.explain import AttentionRow
 
 
 @pytest.mark.parametrize(
@@ -18,6 +20,10 @@ from maxdiffusion.parallel.report import Report, Row
         (["--model", "sdxl", "--mesh", "fsp=8"], "error: mesh axis 'fsp' is unknown: did you mean 'fsdp'?"),
         (["--model", "sdxl", "--mesh", "8"], "error: mesh '8' is not AXIS=SIZE"),
         (["--model", "sdxl", "--mesh", "fsdp=8", "--rules", "fdsp"], "error: --rules fdsp is unknown: did you mean"),
+        (
+            ["--model", "sdxl", "--mesh", "fsdp=8", "--context-attention", "rng"],
+            "error: context_attention='rng' is unknown",
+        ),
         (["--model", "sdxl"], "error: Missing option '--mesh'."),
     ],
 )
@@ -37,6 +43,8 @@ def test_json_holds_totals_and_every_row(capsys: pytest.CaptureFixture[str]) -> 
     assert (found["model"], found["mesh"], found["parameters"]) == ("sd15", "fsdp=8", 859_520_964)
     assert sum(row["bytes"] for row in found["rows"]) == found["bytes"] == 4 * found["parameters"]
     assert found["share_per_device"] <= 0.135  # ideal 0.125
+    assert len(found["attention"]) == 32
+    assert (found["attention"][0]["kernel"], found["attention"][0]["context"]) == ("dot_product", "local")
 
 
 def _row(index: int, why: str = "") -> Row:
@@ -60,3 +68,24 @@ def test_rows_with_a_reason_and_the_largest_are_shown_in_order() -> None:
 
 def test_cells_say_spec_and_megabytes() -> None:
     assert _cells(_row(3, "why")) == ("p3", "3 x 8", "embed, -", "data+fsdp, -", "0.003", "why")
+
+
+def test_equal_attentions_are_one_line() -> None:
+    rows = [
+        AttentionRow(
+            module=f"block_{index}",
+            queries=(2, 64, 4, 8),
+            keys=(2, 64, 4, 8),
+            kernel="flash_cpu",
+            block_sizes=BlockSizes(block_q=16, block_k=32),
+            context="ring",
+            ring=8,
+            ulysses=1,
+            reason="first" if index < 2 else "other",
+        )
+        for index in range(3)
+    ]
+    assert _attentions(rows) == [
+        ("block_0", "2", "64", "64", "4", "flash_cpu", "16 x 32", "ring", "first"),
+        ("block_2", "1", "64", "64", "4", "flash_cpu", "16 x 32", "ring", "other"),
+    ]

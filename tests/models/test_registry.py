@@ -75,3 +75,12 @@ def test_arrays_of_an_explicit_mesh_are_taken_and_given(name: str, devices: np.n
     assert AxisType.Explicit in got.sharding.mesh.axis_types
     # float32 sums in another order
     assert np.abs(got - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_inputs_of_the_usual_size_are_taken(name: str) -> None:
+    model = lookup(name).build("tiny")
+    inputs, smallest = model.usual_inputs(), model.dummy_inputs()
+    assert jax.tree.map(lambda leaf: leaf.ndim, inputs) == jax.tree.map(lambda leaf: leaf.ndim, smallest)
+    params = {"params": model.abstract_params()[0]}
+    jax.eval_shape(lambda params, inputs: model.apply(params, **inputs), params, inputs)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxdiffusion.nn.attention import Attention
+from maxdiffusion.kernels.attention.select import Call
+from maxdiffusion.nn.attention import Attention, attention_calls
 from maxdiffusion.runtime import Runtime
 
 RUNTIME = Runtime(precision=jax.lax.Precision.HIGHEST)
@@ -50,3 +51,18 @@ def test_heads_are_a_dimension_of_the_kernels() -> None:
     assert params["to_k"]["kernel"].names == params["to_v"]["kernel"].names == ("cross_embed", "heads", "kv")
     assert params["to_out_0"]["kernel"].names == ("heads", "kv", "embed")
     assert params["to_k"]["kernel"].value.shape == (7, 3, 4)
+
+
+def test_calls_are_recorded_with_their_module_and_nothing_afterwards() -> None:
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, text: jax.Array) -> jax.Array:
+            return Attention(num_heads=3, runtime=RUNTIME, name="second")(
+                Attention(num_heads=3, runtime=RUNTIME, name="first")(x), text
+            )
+
+    model, x, text = Two(), jnp.ones((1, 2, 12)), jnp.ones((1, 4, 7))
+    params = jax.eval_shape(model.init, jax.random.key(0), x, text)
+    calls = attention_calls(model.apply, params, x, text)
+    itself, of_text = (Call(q_shape=(1, 2, 3, 4), k_shape=(1, length, 3, 4), dtype=x.dtype) for length in (2, 4))
+    assert calls == (("first", itself), ("second", of_text))

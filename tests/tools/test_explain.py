@@ -8,8 +8,8 @@ from maxdiffusion.errors import RuleError, UsageError
 from maxdiffusion.models.registry import lookup
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.mesh import abstract_mesh
-from maxdiffusion.specs import MeshSpec
-from maxdiffusion.tools.explain import explain
+from maxdiffusion.specs import AttentionSpec, MeshSpec
+from maxdiffusion.tools.explain import explain, explain_attention
 
 
 @pytest.fixture(scope="module", params=["sdxl", "sd15", "flux-dev"])
@@ -51,3 +51,26 @@ def test_wrong_names_and_strict():
         explain("sdlx", mesh=MeshSpec.parse("fsdp=8"))
     with pytest.raises(RuleError, match="conv_in"):
         explain("sd15", mesh=MeshSpec.parse("fsdp=8"), strict=True)
+
+
+def test_every_attention_says_kernel_exchange_and_why():
+    """Eight heads over eight devices; 16 transformer blocks, each with attention to itself and to the text."""
+    rows = explain_attention("sd15", mesh=MeshSpec(context=8), attention=AttentionSpec(kernel="flash"))
+    assert len(rows) == 32
+    first, text = rows[:2]
+    assert first.module == "down_blocks_0/attentions_0/transformer_blocks_0/attn1"
+    assert (first.queries, first.kernel, first.context, first.ring, first.ulysses) == (
+        (1, 4096, 8, 40),
+        "flash_cpu",
+        "ulysses",
+        1,
+        8,
+    )
+    assert first.block_sizes is not None and "the heads of a device (8) divide by 8" in first.reason
+    assert (text.keys, text.kernel, text.context) == ((1, 77, 8, 40), "dot_product", "local")
+    assert "the 77 keys of another sequence are whole" in text.reason
+
+
+def test_an_exchange_that_cannot_be_is_an_error():
+    with pytest.raises(UsageError, match="ulysses_degree=16 does not divide the 8 devices"):
+        explain_attention("pictures", mesh=MeshSpec(context=8), attention=AttentionSpec(context="hybrid", ulysses=16))

@@ -1,7 +1,8 @@
-"""`maxdiffusion explain`: where every parameter of a model would live on a mesh, and why."""
+"""`maxdiffusion explain`: where every parameter of a model would live on a mesh, what each attention runs, and why."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,6 +11,7 @@ from maxdiffusion.cli.options import Json
 
 if TYPE_CHECKING:
     from maxdiffusion.parallel.report import Report, Row
+    from maxdiffusion.tools.explain import AttentionRow
 
 LARGEST = 20
 """Rows shown without `--all`, besides those that are not laid out as the rules wish."""
@@ -24,10 +26,17 @@ def explain(
         str | None, typer.Option("--rules", metavar="PRESET", help="dp, fsdp, tp, fsdp_tp, hsdp or context.")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse a layout that is not as the rules wish.")] = False,
+    kernel: Annotated[
+        str, typer.Option("--attention-kernel", metavar="NAME", help="dot_product or flash.")
+    ] = "dot_product",
+    context: Annotated[
+        str, typer.Option("--context-attention", metavar="NAME", help="auto, ring, ulysses, hybrid or gather.")
+    ] = "auto",
     every: Annotated[bool, typer.Option("--all", help="Show every parameter.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show where each parameter lives on a mesh, its bytes on each device, and why any is not sharded.
+    """Show where each parameter lives on a mesh, its bytes on each device, why any is not sharded, and what the
+    attentions run and exchange.
 
     Makes no weights and needs no devices.
     """
@@ -36,23 +45,26 @@ def explain(
     from maxdiffusion.cli import output
     from maxdiffusion.config.schema import ModelName, RulePreset
     from maxdiffusion.errors import UsageError, nearest
-    from maxdiffusion.specs import MeshSpec
+    from maxdiffusion.specs import AttentionSpec, MeshSpec
 
     for option, value, valid in (("--model", model, ModelName), ("--rules", rules, RulePreset)):
         if value is not None and value not in get_args(valid):
             raise UsageError(f"{option} {value} is unknown: {nearest(value, get_args(valid))}")
     spec = MeshSpec.parse(mesh)
+    asked = AttentionSpec(kernel=kernel, context=context)  # pyright: ignore[reportArgumentType]  it checks the names
     from maxdiffusion.tools.explain import explain as run
+    from maxdiffusion.tools.explain import explain_attention
 
     with output.reserved():
         report = run(model, mesh=spec, rules=rules, strict=strict)
+        attention = explain_attention(model, mesh=spec, rules=rules, attention=asked)
     shape = {axis: size for axis, size in spec.shape().items() if size > 1}
     sizes = ",".join(f"{axis}={size}" for axis, size in shape.items()) or "data=1"
     if as_json:
         totals = {
             name: getattr(report, name) for name in ("parameters", "bytes", "bytes_per_device", "share_per_device")
         }
-        output.show_json({"model": model, "mesh": sizes, **totals, "rows": report.rows})
+        output.show_json({"model": model, "mesh": sizes, **totals, "rows": report.rows, "attention": attention})
         return
     rows = report.rows if every else _telling(report)
     output.show_table(["parameter", "shape", "logical names", "spec", "MB per device", "why"], map(_cells, rows))
@@ -60,6 +72,8 @@ def explain(
         typer.echo(
             f"{len(rows)} of {len(report.rows)} parameters shown: the largest, and all with a reason; --all shows all"
         )
+    columns = ["attention", "calls", "queries", "keys", "heads", "kernel", "tiles", "context", "why"]
+    output.show_table(columns, _attentions(attention))
     typer.echo(
         f"{model} on {sizes}: {report.parameters:,} parameters, {report.bytes / 1e6:,.1f} MB, "
         f"{report.bytes_per_device / 1e6:,.1f} MB on each device ({report.share_per_device:.1%})"
@@ -78,3 +92,16 @@ def _cells(row: Row) -> tuple[str, ...]:
     shape = " x ".join(map(str, row.shape))
     names = ", ".join(name or "-" for name in row.names)
     return row.parameter, shape, names, spec, f"{row.bytes_per_device / 1e6:.3f}", row.why
+
+
+def _attentions(rows: Sequence[AttentionRow]) -> list[tuple[str, ...]]:
+    """A line for each kind of attention: the first module that calls it, how many do, and what it runs."""
+    kinds: dict[tuple[object, ...], list[AttentionRow]] = {}
+    for row in rows:
+        kinds.setdefault((row.queries, row.keys, row.reason), []).append(row)
+    lines = []
+    for row, count in ((same[0], len(same)) for same in kinds.values()):
+        tiles = f"{row.block_sizes.block_q} x {row.block_sizes.block_k}" if row.block_sizes else "-"
+        sizes = (str(size) for size in (count, row.queries[1], row.keys[1], row.queries[2]))
+        lines.append((row.module, *sizes, row.kernel, tiles, row.context, row.reason))
+    return lines

@@ -130,6 +130,17 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
         }
         return inputs | ({"guidance": array()} if self.guidance_embeds else {})
 
+    def usual_inputs(self) -> dict[str, Any]:
+        """The same for a picture of 1024 x 1024 pixels (64 x 64 tokens) and 512 words."""
+
+        def longer(tokens: int, name: str) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((1, tokens, inputs[name].shape[-1]), jnp.float32)
+
+        inputs = self.dummy_inputs()
+        for tokens, names in ((64 * 64, ("hidden_states", "img_ids")), (512, ("encoder_hidden_states", "txt_ids"))):
+            inputs |= {name: longer(tokens, name) for name in names}
+        return inputs
+
     @at_border
     @nn.compact
     def __call__(

@@ -132,6 +132,11 @@ class Pictures(DiffusionModel, kw_only=True):
             "mask": jax.ShapeDtypeStruct((1, self.max_length), jnp.bool_),
         }
 
+    def usual_inputs(self) -> dict[str, Any]:
+        """The same for a picture of `image_size`."""
+        side = self.image_size
+        return self.dummy_inputs() | {"images": jax.ShapeDtypeStruct((1, side, side, self.image_channels), jnp.float32)}
+
     @at_border
     def __call__(
         self,

@@ -95,6 +95,15 @@ class FlaxUNet2DConditionModel(UNetKeywords, DiffusionModel, kw_only=True):
             }
         return inputs
 
+    def usual_inputs(self) -> dict[str, Any]:
+        """The same for latents of `sample_size` (64 without one) and 77 words."""
+        inputs, side = self.dummy_inputs(), self.sample_size or 64
+        height, width = (side, side) if isinstance(side, int) else side
+        inputs["sample"] = jax.ShapeDtypeStruct((1, self.in_channels, height, width), jnp.float32)
+        if self.reads_text:
+            inputs["encoder_hidden_states"] = jax.ShapeDtypeStruct((1, 77, self.text_width), jnp.float32)
+        return inputs
+
     @at_border
     @nn.compact
     def __call__(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import flax.linen as nn
+import jax
 from jaxtyping import Array, Bool, Float
 
-from maxdiffusion.kernels.attention.select import attention
+from maxdiffusion.kernels.attention.select import Call, attention, recording
 from maxdiffusion.nn.linear import Dense
 from maxdiffusion.runtime import Runtime
 
@@ -42,3 +46,33 @@ class Attention(nn.Module, kw_only=True):
         y = attention(q, k, v, mask=mask, spec=runtime.attention, layout=layout, precision=runtime.precision)
         y = Dense(features=(width,), names=("heads", "kv", "embed"), num_inputs=2, runtime=runtime, name="to_out_0")(y)
         return layout.constrain(y, "activation_batch", "activation_length", "activation_embed")
+
+
+def attention_calls(run: Callable[..., Any], *shapes: Any) -> tuple[tuple[str, Call], ...]:
+    """The attentions that a function of modules calls, in order; it is traced, and nothing is computed.
+
+    Args:
+        run: calls modules.
+        shapes: its arguments, as `jax.ShapeDtypeStruct`s.
+
+    Returns:
+        For each, the path of the module that calls it, joined by `/`, and what it is.
+    """
+    paths: list[str] = []
+    calls: list[tuple[str, Call]] = []
+
+    def follow(method: Callable[..., Any], args: Any, keywords: Any, context: nn.module.InterceptorContext) -> Any:
+        if context.module.scope is None:  # still being constructed: it has no path yet
+            return method(*args, **keywords)
+        paths.append("/".join(context.module.path))
+        try:
+            return method(*args, **keywords)
+        finally:
+            paths.pop()
+
+    def record(call: Call) -> None:
+        calls.append((paths[-1] if paths else "", call))
+
+    with nn.intercept_methods(follow), recording(record):
+        jax.eval_shape(run, *shapes)
+    return tuple(calls)

@@ -178,6 +178,10 @@ class DiffusionModel(nn.Module, kw_only=True):
         """Keyword arguments of the smallest call that makes every parameter, as `jax.ShapeDtypeStruct`s."""
         raise NotImplementedError
 
+    def usual_inputs(self) -> dict[str, Tree]:
+        """The same at the size that the model is made for, one example."""
+        raise NotImplementedError
+
     def abstract_params(self) -> tuple[Tree, Tree]:
         """Shapes and logical names of the parameters; nothing is allocated and no device is needed.
 

@@ -27,7 +27,7 @@ LOGICAL_AXES: dict[str, str] = {
     # activations
     "activation_batch": "samples of a batch",
     "activation_length": "tokens of a sequence (queries)",
-    "activation_kv_length": "tokens that are attended to (keys and values)",
+    "activation_kv_length": "tokens of another sequence that are attended to (own keys lie where the queries lie)",
     "activation_embed": "width of the token stream",
     "activation_heads": "attention heads of queries, keys and values",
     "activation_kv": "size of one head of queries, keys and values",

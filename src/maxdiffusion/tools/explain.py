@@ -1,15 +1,20 @@
-"""Where every parameter of a model would live on a mesh, and why; no weights are made and no devices are needed."""
+"""Where every parameter of a model would live on a mesh, what each attention would run, and why; without devices."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from jax.sharding import Mesh
 
-from maxdiffusion.common_types import LogicalAxisRules
+from maxdiffusion.common_types import BlockSizes, LogicalAxisRules
+from maxdiffusion.kernels.attention.select import choose
 from maxdiffusion.models.registry import lookup
+from maxdiffusion.nn.attention import attention_calls
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.mesh import abstract_mesh
 from maxdiffusion.parallel.report import Report
-from maxdiffusion.specs import MeshSpec
+from maxdiffusion.specs import AttentionSpec, MeshSpec
 
 
 def explain(
@@ -33,6 +38,79 @@ def explain(
     Raises:
         UsageError: the model, a mesh axis or a rule is unknown; under `strict`, a wish is not met.
     """
-    target = abstract_mesh(mesh) if isinstance(mesh, MeshSpec) else mesh
-    layout = Layout.of(target, rules, strict=strict)
-    return layout.report(*lookup(model).build().abstract_params())
+    return _layout(mesh, rules, strict).report(*lookup(model).build().abstract_params())
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRow:
+    """What one attention of a model would run.
+
+    Attributes:
+        module: path of the module that calls it, joined by `/`.
+        queries: global shape of the queries (batch, length, heads, dim), one batch row for each part of a batch.
+        keys: global shape of the keys.
+        kernel: name of the kernel.
+        block_sizes: tiles of a blockwise kernel.
+        context: what devices that share the sequence exchange.
+        ring: devices that keys go round.
+        ulysses: devices that swap tokens for heads.
+        reason: why.
+    """
+
+    module: str
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    kernel: str
+    block_sizes: BlockSizes | None
+    context: str
+    ring: int
+    ulysses: int
+    reason: str
+
+
+def explain_attention(
+    model: str,
+    *,
+    mesh: MeshSpec | Mesh,
+    rules: LogicalAxisRules | str | None = None,
+    attention: AttentionSpec | None = None,
+) -> tuple[AttentionRow, ...]:
+    """What each attention of a registry model would run on a mesh, for inputs of the model's usual size.
+
+    Args:
+        model: registry name, such as `sdxl`.
+        mesh: sizes of the mesh axes (an axis of -1 counts as 1), or a mesh.
+        rules: rules that come before the defaults, the name of a preset, or None.
+        attention: what the user would ask for; None is what a model does when nothing is said.
+
+    Raises:
+        UsageError: the model, a mesh axis or a rule is unknown, or an exchange that was asked for cannot be.
+    """
+    layout, spec, network = _layout(mesh, rules, strict=False), attention or AttentionSpec(), lookup(model).build()
+
+    def call(params: Any, inputs: Any) -> Any:
+        return network.apply({"params": params}, **inputs)
+
+    rows = []
+    for module, found in attention_calls(call, network.abstract_params()[0], network.usual_inputs()):
+        queries, keys = ((layout.batch_divisor, *shape[1:]) for shape in (found.q_shape, found.k_shape))
+        masks = {"full_mask": found.full_mask, "key_mask": found.key_mask}
+        choice = choose(queries, keys, spec=spec, layout=layout, dtype=found.dtype, **masks)
+        rows.append(
+            AttentionRow(
+                module=module,
+                queries=queries,
+                keys=keys,
+                kernel=choice.kernel,
+                block_sizes=choice.block_sizes,
+                context=choice.context.strategy,
+                ring=choice.context.ring,
+                ulysses=choice.context.ulysses,
+                reason=choice.reason,
+            )
+        )
+    return tuple(rows)
+
+
+def _layout(mesh: MeshSpec | Mesh, rules: LogicalAxisRules | str | None, strict: bool) -> Layout:
+    return Layout.of(abstract_mesh(mesh) if isinstance(mesh, MeshSpec) else mesh, rules, strict=strict)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -78,6 +80,28 @@ class Choice:
     block_sizes: BlockSizes | None
     context: Plan
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What `choose` needs to know of one attention call.
+
+    Attributes:
+        q_shape: shape of the queries (batch, length, heads, dim).
+        k_shape: shape of the keys.
+        full_mask: whether the mask is one of scores.
+        key_mask: whether there is a mask of keys.
+        dtype: of queries, keys and values.
+    """
+
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    full_mask: bool = False
+    key_mask: bool = False
+    dtype: DTypeLike = jnp.float32
+
+
+_recorder: ContextVar[Callable[[Call], None] | None] = ContextVar("recorder of attention calls", default=None)
 
 
 def choose(
@@ -188,6 +212,9 @@ def attention(
         return jnp.zeros_like(q)
     full_mask = mask is not None and mask.ndim == 4
     key_mask = mask is not None and not full_mask
+    record = _recorder.get()
+    if record is not None:
+        record(Call(q_shape=q.shape, k_shape=k.shape, full_mask=full_mask, key_mask=key_mask, dtype=q.dtype))
     choice = choose(q.shape, k.shape, spec=spec, layout=layout, full_mask=full_mask, key_mask=key_mask, dtype=q.dtype)
     plan, length = choice.context, q.shape[1]
     if choice.kernel != "dot_product" and layout.platform != "cpu":
@@ -285,6 +312,16 @@ def _gathered(q_shape: Sequence[int], k_shape: Sequence[int], plan: Plan, layout
     if not plan.travels:
         wanted.append(("activation_kv_length", layout.resolve(*_KV, shape=k_shape).axes[1]))
     return [f"{name} is gathered along {', '.join(axes)}" for name, axes in wanted if axes]
+
+
+@contextlib.contextmanager
+def recording(record: Callable[[Call], None]) -> Iterator[None]:
+    """Tells `record` of each attention call that is traced within."""
+    token = _recorder.set(record)
+    try:
+        yield
+    finally:
+        _recorder.reset(token)
 
 
 @functools.lru_cache(maxsize=256)
