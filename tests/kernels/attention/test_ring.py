@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.kernels.attention.local import EMPTY_LSE, Inputs, Result
 from maxdiffusion.kernels.attention.reference import DOT_PRODUCT, dot_product_attention
 from maxdiffusion.kernels.attention.ring import merge
 from maxdiffusion.kernels.attention.select import attention
+from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.specs import AttentionSpec
 from tests.kernels.attention.cases import (
     F32_LIMIT,
@@ -111,13 +113,27 @@ def test_under_remat_and_scan_inside_a_manual_axis(devices: np.ndarray) -> None:
         return run
 
     ring = grads(functools.partial(attention, mask=mask, spec=_RING, layout=layout))
-    replicated = jax.sharding.PartitionSpec()
+    replicated = PartitionSpec()
     staged = jax.shard_map(
         ring, mesh=layout.mesh, in_specs=replicated, out_specs=replicated, axis_names={"stage"}, check_vma=False
     )
     found = jax.jit(staged)(*args)
     wanted = jax.jit(grads(functools.partial(dot_product_attention, mask=mask)))(*args)
     assert max(errors(found, wanted)) <= F32_LIMIT
+
+
+@pytest.mark.parametrize("length", [16, 13])
+def test_arrays_of_an_explicit_mesh(devices: np.ndarray, length: int) -> None:
+    """Cut by the caller where the length divides; padded by us where it does not."""
+    mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=(AxisType.Explicit,) * 2, devices=devices)
+    args, mask, wanted = sequence(length, length)
+    spec = PartitionSpec("data", "context" if length == 16 else None)
+    *placed, placed_mask = (jax.device_put(x, NamedSharding(mesh, spec)) for x in (*args[:3], mask))
+    layout = Layout.of(mesh)
+    found = jax.jit(lambda q, k, v, mask: attention(q, k, v, mask=mask, spec=_RING, layout=layout))(
+        *placed, placed_mask
+    )
+    assert errors((found,), wanted[:1]) <= [F32_LIMIT]
 
 
 def _halves(scale: float) -> tuple[Result, Result, jax.Array]:
