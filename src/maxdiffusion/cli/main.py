@@ -16,6 +16,7 @@ from maxdiffusion.cli.explain import explain
 from maxdiffusion.cli.generate import generate
 from maxdiffusion.cli.recipes import recipes
 from maxdiffusion.cli.train import train
+from maxdiffusion.cli.verify import verify
 from maxdiffusion.errors import MaxDiffusionWarning, UsageError
 
 WRONG_USAGE = 2
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _verb in (train, generate, evaluate, explain, recipes):
+for _verb in (train, generate, evaluate, explain, verify, recipes):
     app.command()(_verb)
 
 

@@ -116,30 +116,28 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
 
     def dummy_inputs(self) -> dict[str, Any]:
         """Keyword arguments of the smallest call that makes every parameter, as `jax.ShapeDtypeStruct`s."""
+        return self.call_shapes(1, height=2, width=2, text=1)
+
+    def call_shapes(self, batch: int, *, height: int, width: int, text: int) -> dict[str, Any]:
+        """Keyword arguments of a call on latents of this size, 2 x 2 of which are a token."""
+        image = height // 2 * (width // 2)
 
         def array(*shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+            return jax.ShapeDtypeStruct((batch, *shape), jnp.float32)
 
         inputs = {
-            "hidden_states": array(1, self.in_channels),
-            "encoder_hidden_states": array(1, self.joint_attention_dim),
+            "hidden_states": array(image, self.in_channels),
+            "encoder_hidden_states": array(text, self.joint_attention_dim),
             "pooled_projections": array(self.pooled_projection_dim),
             "timestep": array(),
-            "img_ids": array(1, len(self.axes_dims_rope)),
-            "txt_ids": array(1, len(self.axes_dims_rope)),
+            "img_ids": array(image, len(self.axes_dims_rope)),
+            "txt_ids": array(text, len(self.axes_dims_rope)),
         }
         return inputs | ({"guidance": array()} if self.guidance_embeds else {})
 
     def usual_inputs(self) -> dict[str, Any]:
         """The same for a picture of 1024 x 1024 pixels (64 x 64 tokens) and 512 words."""
-
-        def longer(tokens: int, name: str) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((1, tokens, inputs[name].shape[-1]), jnp.float32)
-
-        inputs = self.dummy_inputs()
-        for tokens, names in ((64 * 64, ("hidden_states", "img_ids")), (512, ("encoder_hidden_states", "txt_ids"))):
-            inputs |= {name: longer(tokens, name) for name in names}
-        return inputs
+        return self.call_shapes(1, height=128, width=128, text=512)
 
     @at_border
     @nn.compact

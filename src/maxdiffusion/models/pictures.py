@@ -125,17 +125,20 @@ class Pictures(DiffusionModel, kw_only=True):
     def dummy_inputs(self) -> dict[str, Any]:
         """Keyword arguments of the smallest call that makes every parameter, as `jax.ShapeDtypeStruct`s."""
         side = self.fold * 2 ** (len(self.block_out_channels) - 1)
+        return self.call_shapes(1, height=side, width=side, text=self.max_length)
+
+    def call_shapes(self, batch: int, *, height: int, width: int, text: int) -> dict[str, Any]:
+        """Keyword arguments of a call on pictures of this size, as `jax.ShapeDtypeStruct`s."""
         return {
-            "images": jax.ShapeDtypeStruct((1, side, side, self.image_channels), jnp.float32),
-            "timesteps": jax.ShapeDtypeStruct((1,), jnp.float32),
-            "ids": jax.ShapeDtypeStruct((1, self.max_length), jnp.int32),
-            "mask": jax.ShapeDtypeStruct((1, self.max_length), jnp.bool_),
+            "images": jax.ShapeDtypeStruct((batch, height, width, self.image_channels), jnp.float32),
+            "timesteps": jax.ShapeDtypeStruct((batch,), jnp.float32),
+            "ids": jax.ShapeDtypeStruct((batch, min(text, self.max_length)), jnp.int32),
+            "mask": jax.ShapeDtypeStruct((batch, min(text, self.max_length)), jnp.bool_),
         }
 
     def usual_inputs(self) -> dict[str, Any]:
         """The same for a picture of `image_size`."""
-        side = self.image_size
-        return self.dummy_inputs() | {"images": jax.ShapeDtypeStruct((1, side, side, self.image_channels), jnp.float32)}
+        return self.call_shapes(1, height=self.image_size, width=self.image_size, text=self.max_length)
 
     @at_border
     def __call__(

@@ -72,37 +72,38 @@ class FlaxUNet2DConditionModel(UNetKeywords, DiffusionModel, kw_only=True):
 
     def dummy_inputs(self) -> dict[str, Any]:
         """Keyword arguments of the smallest call that makes every parameter, as `jax.ShapeDtypeStruct`s."""
+        side = 2 ** (self.num_levels - 1)
+        return self.call_shapes(1, height=side, width=side, text=1)
+
+    def call_shapes(self, batch: int, *, height: int, width: int, text: int) -> dict[str, Any]:
+        """Keyword arguments of a call on latents of this size, as `jax.ShapeDtypeStruct`s."""
 
         def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype)
+            return jax.ShapeDtypeStruct((batch, *shape), dtype)
 
-        side = 2 ** (self.num_levels - 1)
-        inputs: dict[str, Any] = {"sample": array(1, self.in_channels, side, side), "timesteps": array(1)}
+        inputs: dict[str, Any] = {"sample": array(self.in_channels, height, width), "timesteps": array()}
         if self.reads_text:
-            inputs["encoder_hidden_states"] = array(1, 1, self.text_width)
-        class_shapes = {"identity": (1, self.time_width), "timestep": (1,)}
+            inputs["encoder_hidden_states"] = array(text, self.text_width)
+        class_shapes = {"identity": (self.time_width,), "timestep": ()}
         if self.class_embed_type is not None:
             inputs["class_labels"] = array(
-                *class_shapes.get(self.class_embed_type, (1, self.projection_class_embeddings_input_dim or 0))
+                *class_shapes.get(self.class_embed_type, (self.projection_class_embeddings_input_dim or 0,))
             )
         elif self.num_class_embeds is not None:
-            inputs["class_labels"] = array(1, dtype=jnp.int32)
+            inputs["class_labels"] = array(dtype=jnp.int32)
         if self.addition_embed_type == "text_time":
             assert self.projection_class_embeddings_input_dim is not None and self.addition_time_embed_dim is not None
             inputs["added_cond_kwargs"] = {
-                "text_embeds": array(1, self.projection_class_embeddings_input_dim - self.addition_time_embed_dim),
-                "time_ids": array(1, 1),
+                "text_embeds": array(self.projection_class_embeddings_input_dim - self.addition_time_embed_dim),
+                "time_ids": array(1),
             }
         return inputs
 
     def usual_inputs(self) -> dict[str, Any]:
         """The same for latents of `sample_size` (64 without one) and 77 words."""
-        inputs, side = self.dummy_inputs(), self.sample_size or 64
+        side = self.sample_size or 64
         height, width = (side, side) if isinstance(side, int) else side
-        inputs["sample"] = jax.ShapeDtypeStruct((1, self.in_channels, height, width), jnp.float32)
-        if self.reads_text:
-            inputs["encoder_hidden_states"] = jax.ShapeDtypeStruct((1, 77, self.text_width), jnp.float32)
-        return inputs
+        return self.call_shapes(1, height=height, width=width, text=77)
 
     @at_border
     @nn.compact

@@ -182,6 +182,17 @@ class DiffusionModel(nn.Module, kw_only=True):
         """The same at the size that the model is made for, one example."""
         raise NotImplementedError
 
+    def call_shapes(self, batch: int, *, height: int, width: int, text: int) -> dict[str, Tree]:
+        """Keyword arguments of a call of this size, as `jax.ShapeDtypeStruct`s.
+
+        Args:
+            batch: samples.
+            height: of what is denoised (latents, or pixels of a model without an autoencoder).
+            width: of the same.
+            text: tokens of the text.
+        """
+        raise NotImplementedError
+
     def abstract_params(self) -> tuple[Tree, Tree]:
         """Shapes and logical names of the parameters; nothing is allocated and no device is needed.
 

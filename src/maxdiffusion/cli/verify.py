@@ -1,0 +1,70 @@
+"""`maxdiffusion verify`: whether a mesh and its settings give the numbers of one device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from maxdiffusion.cli.options import Json, VirtualDevices
+
+if TYPE_CHECKING:
+    from maxdiffusion.tools.verify import Cell
+
+
+def verify(
+    model: Annotated[str, typer.Option("--model", metavar="NAME", help="Name of the model, such as flux-dev.")],
+    mesh: Annotated[
+        str, typer.Option("--mesh", metavar="SIZES", help="Devices on each mesh axis, such as data=4,tensor=2.")
+    ],
+    rules: Annotated[
+        str | None, typer.Option("--rules", metavar="PRESET", help="dp, fsdp, tp, fsdp_tp, hsdp or context.")
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every combination of settings; else a set in which each value occurs.")
+    ] = False,
+    virtual_devices: VirtualDevices = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a model's tiny twin on a mesh with one device: forward, gradients, and ten steps of training.
+
+    Exit status is 1 when a figure is beyond its limit.
+    """
+    from typing import get_args
+
+    from maxdiffusion.cli import devices, output
+    from maxdiffusion.config.schema import ModelName, RulePreset
+    from maxdiffusion.errors import UsageError, nearest
+    from maxdiffusion.specs import MeshSpec
+
+    for option, value, valid in (("--model", model, ModelName), ("--rules", rules, RulePreset)):
+        if value is not None and value not in get_args(valid):
+            raise UsageError(f"{option} {value} is unknown: {nearest(value, get_args(valid))}")
+    spec = MeshSpec.parse(mesh)
+    devices.make_virtual_devices(virtual_devices)
+    from maxdiffusion.tools.verify import as_row
+    from maxdiffusion.tools.verify import verify as run
+
+    with output.reserved(), devices.mesh_cure(spec):
+        result = run(model, mesh=spec, rules=rules, every=every, on_cell=_say)
+    if as_json:
+        cells = [as_row(cell) for cell in result.cells]
+        output.show_json({"model": result.model, "mesh": result.mesh, "ok": result.ok, "cells": cells})
+    else:
+        columns = ["attention", "context", "pipeline", "dtype", "remat", "scan", "furthest", "error", "limit", "ok"]
+        output.show_table(columns, map(_cells, result.cells))
+    if not result.ok:
+        typer.echo("check failed: these settings do not give the numbers of one device", err=True)
+        raise typer.Exit(1)
+
+
+def _say(cell: Cell) -> None:
+    """A line while the others run."""
+    setting = ", ".join(map(str, _cells(cell)[:6]))
+    typer.echo(f"{setting}: {cell.quantity} {cell.error:.1e} of {cell.limit:.0e} ({cell.seconds:.0f} s)", err=True)
+
+
+def _cells(cell: Cell) -> tuple[str, ...]:
+    one = cell.setting
+    named = (one.attention, one.context, one.pipeline, one.dtype, one.remat, "scanned" if one.scan else "unrolled")
+    return (*named, cell.quantity, f"{cell.error:.1e}", f"{cell.limit:.0e}", "yes" if cell.ok else "NO")

@@ -1,0 +1,298 @@
+"""The same numbers on a mesh as on one device: a model's tiny twin, run both ways for a matrix of settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from maxdiffusion.common_types import LogicalAxisRules
+from maxdiffusion.models.registry import lookup
+from maxdiffusion.nn.model import DiffusionModel
+from maxdiffusion.nn.stack import stack_params, unstack_params
+from maxdiffusion.parallel.mesh import build_mesh, describe
+from maxdiffusion.specs import MeshSpec
+
+LIMITS = {
+    "float32": {"forward": 1e-6, "first_loss": 1e-6, "gradients": 1e-5, "loss": 1e-5},
+    "bfloat16": {"forward": 2e-2, "loss": 5e-3},
+}
+"""Largest relative errors against one device in the same dtype; `loss` is that after `NUM_STEPS` steps.
+
+Float32 sums in another order differ by about 1e-7; bfloat16 keeps 8 bits, so that activations rounded in another order
+differ by 4e-3 and more."""
+
+NUM_STEPS = 10
+"""Optimizer steps."""
+
+SMALL_LEAF = 1e-3
+"""A leaf's error counts against its own norm, or this share of the whole tree's if that is larger: a leaf whose true
+gradient is zero holds rounding noise and nothing else."""
+
+_SIDE, _TEXT = 8, 8
+"""Latents of 8 x 8, and 8 tokens of text: what a sequence can be cut into over 8 devices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One way to run a model.
+
+    Attributes:
+        attention: kernel; `flash` runs at any length here.
+        context: how a sequence that is cut over the mesh is attended.
+        pipeline: schedule of stacked blocks over their stages.
+        dtype: of activations and products; the weights are float32.
+        remat: what the backward pass recomputes.
+        scan: whether equal blocks are stacked and scanned.
+    """
+
+    attention: str = "dot_product"
+    context: str = "auto"
+    pipeline: str = "gpipe"
+    dtype: str = "float32"
+    remat: str = "none"
+    scan: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What one setting gave.
+
+    Attributes:
+        setting: how the model ran.
+        errors: relative error of each quantity.
+        quantity: the one nearest to its limit, or furthest beyond it.
+        error: its error.
+        limit: its limit.
+        ok: whether every quantity holds its limit.
+        seconds: that the cell took, compilation included.
+    """
+
+    setting: Setting
+    errors: dict[str, float]
+    quantity: str
+    error: float
+    limit: float
+    ok: bool
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyResult:
+    """Every cell of a verification.
+
+    Attributes:
+        model: registry name.
+        mesh: sizes of the mesh axes.
+        cells: in the order in which they ran.
+        ok: whether all hold.
+    """
+
+    model: str
+    mesh: str
+    cells: tuple[Cell, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(cell.ok for cell in self.cells)
+
+
+class _Outcome(NamedTuple):
+    """Prediction, first loss and gradients before any step, and the loss after `NUM_STEPS`; on the host, in float64."""
+
+    forward: np.ndarray
+    first_loss: float
+    gradients: Any
+    loss: float
+
+
+def verify(
+    model: str,
+    *,
+    mesh: MeshSpec | Mesh,
+    rules: LogicalAxisRules | str | None = None,
+    every: bool = False,
+    only: Sequence[Setting] | None = None,
+    on_cell: Callable[[Cell], None] = lambda cell: None,
+) -> VerifyResult:
+    """Compares the tiny twin of a model on a mesh with one device: forward, gradients, and ten steps of training.
+
+    Args:
+        model: registry name.
+        mesh: sizes of the mesh axes for the devices there are, or a mesh.
+        rules: rules that come before the defaults, the name of a preset, or None.
+        every: every combination of settings; False takes a set in which each value occurs.
+        only: these settings and no others.
+        on_cell: called after each cell.
+
+    Raises:
+        UsageError: the model, a mesh axis or a rule is unknown.
+    """
+    devices = build_mesh(mesh) if isinstance(mesh, MeshSpec) else mesh
+    build = functools.partial(lookup(model).build, "tiny", precision="highest")
+    probe = build(mesh=devices, logical_axis_rules=rules, scan_layers=True)
+    batch = max(8, 2 * probe.layout.batch_divisor)
+    if batch % probe.layout.batch_divisor:
+        batch = 2 * probe.layout.batch_divisor
+    inputs, target = _example(probe, batch)
+    weights = jax.device_get(build().init_weights(jax.random.key(0)))
+
+    @functools.cache
+    def alone(dtype: str) -> _Outcome:
+        return _run(build(dtype=dtype), weights, inputs, target)
+
+    cells = []
+    for setting in settings(probe, every=every) if only is None else only:
+        began = time.perf_counter()
+        tried = build(
+            mesh=devices,
+            logical_axis_rules=rules,
+            attention_kernel=setting.attention,
+            flash_min_seq_length=0,
+            context_attention=setting.context,
+            pipeline_schedule=setting.pipeline,
+            dtype=setting.dtype,
+            remat_policy=setting.remat,
+            scan_layers=setting.scan,
+        )
+        errors = _compare(_run(tried, weights, inputs, target), alone(setting.dtype))
+        cells.append(_cell(setting, errors, time.perf_counter() - began))
+        on_cell(cells[-1])
+    return VerifyResult(model=model, mesh=describe(devices), cells=tuple(cells))
+
+
+def settings(model: DiffusionModel, *, every: bool) -> Iterator[Setting]:
+    """The settings that mean something on the model's mesh.
+
+    Args:
+        model: on the mesh; its rules say whether sequences and stacks are cut.
+        every: the whole product; False gives a set in which each value of each setting occurs.
+    """
+    layout = model.layout
+    cut = any(layout.resolve("activation_length").axes[0])
+    staged = any(layout.resolve("layers").axes[0])
+    options: dict[str, tuple[Any, ...]] = {
+        "attention": ("dot_product", "flash"),
+        "context": ("ring", "auto", "gather") if cut else ("auto",),
+        "pipeline": ("gpipe", "circular") if staged else ("gpipe",),
+        "dtype": ("float32", "bfloat16"),
+        "remat": ("none", "minimal", "full"),
+        # Stages hold stacked blocks: unstacked ones would not be cut at all.
+        "scan": (True,) if staged else (False, True),
+    }
+    if every:
+        for values in itertools.product(*options.values()):
+            yield Setting(**dict(zip(options, values, strict=True)))
+        return
+    for number in range(max(len(values) for values in options.values())):
+        chosen = {name: values[number % len(values)] for name, values in options.items()}
+        yield Setting(**{**chosen, "dtype": "float32"})
+    last = {name: values[-1] for name, values in options.items()}
+    yield Setting(**last)
+
+
+def _example(model: DiffusionModel, batch: int) -> tuple[Any, Float[np.ndarray, "..."]]:
+    """Inputs of a call with random numbers, and something to aim at."""
+    shapes = model.call_shapes(batch, height=_SIDE, width=_SIDE, text=_TEXT)
+    random = np.random.default_rng(0)
+
+    def values(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            return random.standard_normal(leaf.shape, np.float32)
+        return np.ones(leaf.shape, leaf.dtype)
+
+    inputs = jax.tree.map(values, shapes)
+    single = model.clone(mesh=None, logical_axis_rules=None, parent=None)
+    params = jax.eval_shape(lambda: single.init(jax.random.key(0), **inputs))
+    like = jax.tree.leaves(jax.eval_shape(lambda tree: single.apply(tree, **inputs), params))[0]
+    return inputs, random.standard_normal(like.shape, np.float32)
+
+
+def _run(model: DiffusionModel, plain: Any, inputs: Any, target: np.ndarray) -> _Outcome:
+    """Ten steps of AdamW towards the target, in one compiled function, from the unrolled weights `plain`."""
+    rule = optax.adamw(1e-3)
+    shapes, names = model.abstract_params()
+    stacks = _stack_names(shapes, plain)
+    params = functools.reduce(stack_params, stacks, plain)
+    rows = model.layout.rows(target.shape[0])
+    arrays = (inputs, target)
+    if rows is not None:
+        params = jax.device_put(params, model.layout.shardings(shapes, names))
+        arrays = jax.device_put(arrays, rows)
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, inputs: Any, target: Array) -> tuple[Any, Any, Array, Any, Array]:
+        def loss(params: Any) -> tuple[Array, Array]:
+            out = jax.tree.leaves(model.apply({"params": params}, **inputs))[0].astype(jnp.float32)
+            return jnp.mean(jnp.square(out - target)), out
+
+        (value, out), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+        updates, opt_state = rule.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value, gradients, out
+
+    opt_state, first, value = rule.init(params), None, jnp.zeros(())
+    for _ in range(NUM_STEPS + 1):
+        params, opt_state, value, gradients, out = step(params, opt_state, *arrays)
+        first = first or (out, value, gradients)
+    assert first is not None
+    out, first_loss, gradients = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), first)
+    gradients = functools.reduce(unstack_params, stacks, gradients)
+    return _Outcome(forward=out, first_loss=float(first_loss), gradients=gradients, loss=float(value))
+
+
+def _compare(got: _Outcome, wanted: _Outcome) -> dict[str, float]:
+    """Relative error of each quantity; `nan` for what is not finite."""
+    differences = jax.tree.map(lambda a, b: _norm(a - b), got.gradients, wanted.gradients)
+    norms = jax.tree.map(_norm, wanted.gradients)
+    whole = _norm(np.array(jax.tree.leaves(norms)))
+    leafwise = jax.tree.map(lambda error, norm: error / max(norm, SMALL_LEAF * whole), differences, norms)
+    return {
+        "forward": _norm(got.forward - wanted.forward) / _norm(wanted.forward),
+        "first_loss": abs(got.first_loss - wanted.first_loss) / abs(wanted.first_loss),
+        "gradients": float(np.max(np.array(jax.tree.leaves(leafwise)))),
+        "loss": abs(got.loss - wanted.loss) / abs(wanted.loss),
+    }
+
+
+def _stack_names(stacked: Any, plain: Any) -> set[str]:
+    """Names of the stacks of a scanned tree whose blocks the unrolled tree holds one by one."""
+    if not isinstance(stacked, dict):
+        return set()
+    inner = (_stack_names(value, plain[key]) for key, value in stacked.items() if key in plain)
+    return {key for key in stacked if key not in plain}.union(*inner)
+
+
+def _norm(array: Any) -> float:
+    return float(np.sqrt(np.sum(np.square(np.asarray(array, np.float64)))))
+
+
+def _cell(setting: Setting, errors: dict[str, float], seconds: float) -> Cell:
+    limits = LIMITS[setting.dtype]
+    # A quantity that is not a number is beyond every limit.
+    ratio = {name: np.nan_to_num(errors[name] / limit, nan=np.inf) for name, limit in limits.items()}
+    worst = max(ratio, key=lambda name: ratio[name])
+    return Cell(
+        setting=setting,
+        errors=errors,
+        quantity=worst,
+        error=errors[worst],
+        limit=limits[worst],
+        ok=bool(ratio[worst] <= 1),
+        seconds=seconds,
+    )
+
+
+def as_row(cell: Cell) -> dict[str, Any]:
+    """The cell as plain values, its settings beside its figures."""
+    return {**dataclasses.asdict(cell.setting), **{k: v for k, v in dataclasses.asdict(cell).items() if k != "setting"}}

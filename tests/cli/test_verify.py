@@ -1,0 +1,46 @@
+"""`verify` names the nearest model, rules and mesh axis; a table for people, an object for programs, 1 for a fault."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from maxdiffusion.cli.main import main
+from maxdiffusion.tools import verify as tool
+from maxdiffusion.tools.verify import Cell, Setting, VerifyResult
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--model", "flux-dew", "--mesh", "fsdp=8"], "error: --model flux-dew is unknown: did you mean 'flux-dev'?"),
+        (["--model", "sd15", "--mesh", "fsp=8"], "error: mesh axis 'fsp' is unknown: did you mean 'fsdp'?"),
+        (["--model", "sd15", "--mesh", "fsdp=8", "--rules", "fdsp"], "error: --rules fdsp is unknown: did you mean"),
+        (["--model", "sd15", "--mesh", "fsdp=16"], "error: mesh fsdp 16 = 16 devices, but there are 8"),
+    ],
+)
+def test_a_wrong_option_is_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(line) and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("error", "status"), [(1e-7, 0), (1e-3, 1)])
+def test_the_exit_status_says_whether_all_hold(
+    error: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors = {"forward": error, "first_loss": 0.0, "gradients": 0.0, "loss": 0.0}
+
+    def result(model: str, **_: Any) -> VerifyResult:
+        cell: Cell = tool._cell(Setting(), errors, 1.0)
+        return VerifyResult(model=model, mesh="data=8", cells=(cell,))
+
+    monkeypatch.setattr(tool, "verify", result)
+    assert main(["verify", "--model", "sd15", "--mesh", "data=8", "--json"]) == status
+    found = json.loads(capsys.readouterr().out)
+    assert (found["model"], found["ok"], found["cells"][0]["error"]) == ("sd15", status == 0, error)
+    assert {"attention", "dtype", "remat", "scan", "limit", "ok", "quantity"} <= set(found["cells"][0])
+    assert main(["verify", "--model", "sd15", "--mesh", "data=8"]) == status
+    assert ("NO" in capsys.readouterr().out) == bool(status)

@@ -1,0 +1,108 @@
+"""Verification compares like with like, finds what is wrong, and holds for every model on the meshes of the docs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from maxdiffusion.models.registry import lookup
+from maxdiffusion.parallel.mesh import build_mesh
+from maxdiffusion.specs import MeshSpec
+from maxdiffusion.tools import verify as module
+from maxdiffusion.tools.verify import Cell, Setting, VerifyResult, as_row, settings, verify
+
+EVERY_MESH = (
+    "data=8",
+    "fsdp=8",
+    "data=2,fsdp=2,tensor=2",
+    "fsdp=2,context=4",
+    "data=2,stage=4",
+    "stage=2,tensor=2,data=2",
+    "cfg=2,context=4",
+    "context=2,tensor=2,data=2",
+    "dcn.data=2,fsdp=4",
+)
+"""Each strategy alone, and the combinations that are promised."""
+
+
+def _outcome(**changes: object) -> module._Outcome:
+    values = {
+        "forward": np.ones(4),
+        "first_loss": 2.0,
+        "gradients": {"a": np.ones(4), "zero": np.zeros(2)},
+        "loss": 1.0,
+    }
+    return module._Outcome(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_errors_are_relative_and_a_leaf_of_noise_counts_against_the_tree() -> None:
+    wrong = _outcome(forward=np.full(4, 1.5), loss=1.25, gradients={"a": np.ones(4), "zero": np.array([1e-8, 0])})
+    errors = module._compare(wrong, _outcome())
+    assert errors["forward"] == 0.5 and errors["loss"] == 0.25 and errors["first_loss"] == 0.0
+    # 1e-8 against a thousandth of the tree's norm, which is 2.
+    np.testing.assert_allclose(errors["gradients"], 1e-8 / (module.SMALL_LEAF * 2.0))
+
+
+def test_a_cell_names_the_quantity_furthest_beyond_its_limit() -> None:
+    errors = {"forward": 5e-7, "first_loss": 0.0, "gradients": 2e-5, "loss": 0.0}
+    cell = module._cell(Setting(), errors, 1.0)
+    assert (cell.quantity, cell.error, cell.limit, cell.ok) == (
+        "gradients",
+        2e-5,
+        1e-5,
+        False,
+    )
+    assert as_row(cell)["dtype"] == "float32" and as_row(cell)["ok"] is False
+    assert not module._cell(Setting(), {**errors, "gradients": 0.0, "loss": float("nan")}, 1.0).ok
+
+
+def test_settings_are_those_that_the_mesh_gives_a_meaning() -> None:
+    def of(mesh: str, *, every: bool) -> list[Setting]:
+        model = lookup("sd15").build("tiny", mesh=build_mesh(MeshSpec.parse(mesh)), scan_layers=True)
+        return list(settings(model, every=every))
+
+    assert len(of("data=8", every=True)) == len(set(of("data=8", every=True))) == 2 * 2 * 3 * 2
+    assert {setting.context for setting in of("data=2,context=4", every=False)} == {"ring", "auto", "gather"}
+    staged = of("data=2,stage=4", every=True)
+    assert {setting.pipeline for setting in staged} == {"gpipe", "circular"}
+    assert all(setting.scan for setting in staged)
+    for mesh in EVERY_MESH:
+        few, all_of_them = of(mesh, every=False), of(mesh, every=True)
+        for name in ("attention", "context", "pipeline", "dtype", "remat", "scan"):
+            assert {getattr(one, name) for one in few} == {getattr(one, name) for one in all_of_them}
+
+
+def _said(result: VerifyResult) -> list[Cell]:
+    return [cell for cell in result.cells if not cell.ok]
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "chosen"),
+    [
+        ("pictures", "data=4,tensor=2", [Setting(attention="flash", remat="minimal", scan=True)]),
+        (
+            "flux-dev",
+            "fsdp=2,context=2,tensor=2",
+            [Setting(context="ring", remat="full", scan=True), Setting(attention="flash", dtype="bfloat16")],
+        ),
+    ],
+)
+def test_a_few_settings_hold(model: str, mesh: str, chosen: list[Setting]) -> None:
+    result = verify(model, mesh=MeshSpec.parse(mesh), only=chosen)
+    assert [cell.setting for cell in result.cells] == chosen
+    assert _said(result) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", EVERY_MESH)
+@pytest.mark.parametrize("model", ["sd15", "sdxl", "flux-dev"])
+@pytest.mark.timeout(3600)
+def test_a_covering_set_holds_on_every_mesh(model: str, mesh: str) -> None:
+    assert _said(verify(model, mesh=MeshSpec.parse(mesh))) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["sd15", "flux-dev"])
+@pytest.mark.timeout(7200)
+def test_every_combination_holds(model: str) -> None:
+    assert _said(verify(model, mesh=MeshSpec.parse("data=4,tensor=2"), every=True)) == []
