@@ -1,0 +1,177 @@
+"""What a compiled program moves between devices: each collective, its bytes, how often, and along which mesh axes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jax.sharding import Mesh
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+"""Collectives of XLA's HLO."""
+
+_BITS = {"pred": 8, "bf16": 16}
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)[^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\((.*)$", re.MULTILINE)
+_SHAPE = re.compile(r"([a-z][a-z0-9]*)\[([0-9,]*)\]")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition|branch_computations)=\{?(%?[\w.\-]+(?:, ?%?[\w.\-]+)*)\}?")
+_TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
+_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_LISTED = re.compile(r"replica_groups=\{(\{[\d,{} ]*\})\}")
+_PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{} ]*\})\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective of a program.
+
+    Attributes:
+        kind: one of `KINDS`.
+        axes: mesh axes along which it moves, in the order of the mesh; empty where the groups fit no axes.
+        bytes: of the whole array that a group of devices holds together: what an all-gather makes, what an all-reduce
+            or reduce-scatter takes from each device, what a device gives to an all-to-all or sends in a permute.
+        count: how often it runs in one call of the program, loops counted by their trips.
+        in_loop_of_unknown_length: whether a loop around it has no known number of trips, and counts as one.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    count: int
+    in_loop_of_unknown_length: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """All collectives of a program.
+
+    Attributes:
+        collectives: in the order of the program's text.
+    """
+
+    collectives: tuple[Collective, ...]
+
+    def bytes(self, kind: str | None = None, axes: Sequence[str] | None = None, *, above: int = 0) -> int:
+        """Bytes of one call, of the collectives of this kind along these axes that are larger than `above` bytes."""
+        return sum(one.bytes * one.count for one in self._chosen(kind, axes, above))
+
+    def count(self, kind: str | None = None, axes: Sequence[str] | None = None, *, above: int = 0) -> int:
+        """How many run in one call, of this kind along these axes and larger than `above` bytes."""
+        return sum(one.count for one in self._chosen(kind, axes, above))
+
+    def table(self, *, above: int = 0) -> list[tuple[str, str, int, int]]:
+        """Rows (kind, axes, number, bytes), the most bytes first."""
+        keys = Counter[tuple[str, tuple[str, ...]]]()
+        for one in self._chosen(None, None, above):
+            keys[one.kind, one.axes] += one.bytes * one.count
+        rows = [(*key, self.count(*key, above=above), total) for key, total in keys.most_common()]
+        return [(kind, "+".join(axes) or "?", number, total) for kind, axes, number, total in rows]
+
+    def _chosen(self, kind: str | None, axes: Sequence[str] | None, above: int) -> Iterator[Collective]:
+        for one in self.collectives:
+            if kind in (None, one.kind) and (axes is None or tuple(axes) == one.axes) and one.bytes > above:
+                yield one
+
+
+def traffic(text: str, mesh: Mesh) -> Traffic:
+    """The collectives of a compiled program.
+
+    Args:
+        text: of the optimised program, `jitted.lower(...).compile().as_text()`.
+        mesh: that it was compiled for, its devices in the order of the program's partitions.
+    """
+    bodies = {name: body for _, name, body in _COMPUTATION.findall(text)}
+    entries = [name for entry, name, _ in _COMPUTATION.findall(text) if entry]
+    groups = _groups_of_axes(mesh)
+    found = [one for entry in entries for one in _walk(entry, bodies, groups, 1, False)]
+    return Traffic(collectives=tuple(found))
+
+
+def _walk(
+    name: str, bodies: dict[str, str], axes: dict[frozenset[frozenset[int]], tuple[str, ...]], times: int, unknown: bool
+) -> Iterator[Collective]:
+    """The collectives of a computation that runs `times` times, and of those that it calls."""
+    for shape, operation, rest in _INSTRUCTION.findall(bodies.get(name, "")):
+        kind = operation.removesuffix("-start")
+        if kind in KINDS and not operation.endswith("-done"):
+            groups = _groups(rest)
+            size = max(map(len, groups), default=1)
+            if size > 1 or (kind == "collective-permute" and groups):
+                yield Collective(
+                    kind=kind,
+                    axes=_axes_of(kind, groups, axes),
+                    bytes=_bytes(shape, kind, size, started=operation.endswith("-start")),
+                    count=times,
+                    in_loop_of_unknown_length=unknown,
+                )
+            continue
+        if kind in ("all-reduce", "reduce-scatter"):
+            continue
+        trips = _TRIPS.search(rest) if operation == "while" else None
+        inner = times * int(trips[1]) if trips else times
+        for called in _CALLED.findall(rest):
+            for one in called.split(","):
+                yield from _walk(
+                    one.strip().removeprefix("%"), bodies, axes, inner, unknown or (operation == "while" and not trips)
+                )
+
+
+def _bytes(shape: str, kind: str, size: int, *, started: bool) -> int:
+    parts = [_array_bytes(dtype, dims) for dtype, dims in _SHAPE.findall(shape)]
+    if started and kind in ("all-gather", "collective-permute"):
+        # (operand, result, and for permutes two counters): the result is what arrives
+        parts = parts[1:2] if len(parts) % 2 == 0 else parts[-1:]
+    return sum(parts) * (size if kind == "reduce-scatter" else 1)
+
+
+def _array_bytes(dtype: str, dims: str) -> int:
+    digits = re.search(r"\d+", dtype)
+    bits = _BITS.get(dtype) or (int(digits[0]) if digits else 0)
+    return math.prod(int(size) for size in dims.split(",") if size) * bits // 8
+
+
+def _groups(rest: str) -> list[tuple[int, ...]]:
+    """The groups of devices of a collective; of a permute the pairs (source, target)."""
+    iota = _IOTA.search(rest)
+    if iota:
+        rows, columns, dims, order = iota.groups()
+        shape = [int(size) for size in dims.split(",")]
+        numbers = np.arange(math.prod(shape)).reshape(shape)
+        if order:
+            numbers = numbers.transpose([int(axis) for axis in order.split(",")])
+        return [tuple(map(int, row)) for row in numbers.reshape(int(rows), int(columns))]
+    listed = _LISTED.search(rest) or _PAIRS.search(rest)
+    if not listed:
+        return []
+    return [tuple(int(number) for number in group.split(",")) for group in re.findall(r"\{([\d, ]+)\}", listed[1])]
+
+
+def _groups_of_axes(mesh: Mesh) -> dict[frozenset[frozenset[int]], tuple[str, ...]]:
+    """For each choice of mesh axes, the groups of partitions that differ along them alone; fewest axes first."""
+    numbers = np.arange(mesh.size).reshape(mesh.devices.shape)
+    wide = [axis for axis, size in enumerate(numbers.shape) if size > 1]
+    found: dict[frozenset[frozenset[int]], tuple[str, ...]] = {}
+    for chosen in (axes for n in range(1, len(wide) + 1) for axes in itertools.combinations(wide, n)):
+        rest = [axis for axis in range(numbers.ndim) if axis not in chosen]
+        width = math.prod(numbers.shape[axis] for axis in chosen)
+        rows = numbers.transpose([*rest, *chosen]).reshape(-1, width)
+        key = frozenset(frozenset(map(int, row)) for row in rows)
+        found.setdefault(key, tuple(mesh.axis_names[axis] for axis in chosen))
+    return found
+
+
+def _axes_of(
+    kind: str, groups: list[tuple[int, ...]], axes: dict[frozenset[frozenset[int]], tuple[str, ...]]
+) -> tuple[str, ...]:
+    if kind != "collective-permute":
+        return axes.get(frozenset(map(frozenset, groups)), ())
+    # The fewest axes whose groups hold every pair of source and target.
+    for rows, names in axes.items():
+        if all(any(set(pair) <= row for row in rows) for pair in groups):
+            return names
+    return ()
