@@ -31,7 +31,7 @@ def test_a_wrong_option_is_one_line(words: list[str], line: str, capsys: pytest.
 def test_the_exit_status_says_whether_all_hold(
     error: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    errors = {"forward": error, "first_loss": 0.0, "gradients": 0.0, "loss": 0.0}
+    errors = {"forward": error, "first_loss": 0.0, "gradients": 0.0, "worst_gradient": 0.0, "loss": 0.0}
 
     def result(model: str, **_: Any) -> VerifyResult:
         cell: Cell = tool._cell(Setting(), errors, 1.0)

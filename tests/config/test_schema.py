@@ -24,15 +24,13 @@ from maxdiffusion.config.schema import (
     mesh_sizes,
 )
 from maxdiffusion.errors import MeshError, UsageError
-from maxdiffusion.specs import AttentionSpec, MeshSpec, PipelineSpec, QuantSpec, RematSpec
+from maxdiffusion.specs import AttentionSpec, MeshSpec, PipelineSpec
 
 
 def test_defaults_are_the_defaults_of_the_specs() -> None:
     recipe = Recipe()
     assert recipe.mesh_spec == MeshSpec()
     assert recipe.attention_spec == AttentionSpec()
-    assert recipe.remat_spec == RematSpec()
-    assert recipe.quant_spec == QuantSpec()
     assert recipe.pipeline_spec == PipelineSpec()
     assert recipe.rules is None
 
@@ -72,7 +70,7 @@ def test_settings_reach_the_specs() -> None:
     assert recipe.attention_spec == AttentionSpec(
         kernel="flash", flash_min_seq_length=0, block_sizes=blocks, context="hybrid", ulysses=2
     )
-    assert recipe.remat_spec == RematSpec(policy="minimal")
+    assert recipe.remat_policy == "minimal"
     assert recipe.pipeline_spec == PipelineSpec(schedule="circular", microbatches=6, repeats=3)
     assert recipe.rules == (("embed", "tensor"), ("mlp", None), ("activation_batch", ("data", "fsdp")))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -40,11 +42,12 @@ def test_errors_are_relative_and_a_leaf_of_noise_counts_against_the_tree() -> No
     errors = module._compare(wrong, _outcome())
     assert errors["forward"] == 0.5 and errors["loss"] == 0.25 and errors["first_loss"] == 0.0
     # 1e-8 against a thousandth of the tree's norm, which is 2.
-    np.testing.assert_allclose(errors["gradients"], 1e-8 / (module.SMALL_LEAF * 2.0))
+    np.testing.assert_allclose(errors["worst_gradient"], 1e-8 / (module.SMALL_LEAF * 2.0))
+    np.testing.assert_allclose(errors["gradients"], 1e-8 / 2.0)
 
 
 def test_a_cell_names_the_quantity_furthest_beyond_its_limit() -> None:
-    errors = {"forward": 5e-7, "first_loss": 0.0, "gradients": 2e-5, "loss": 0.0}
+    errors = {"forward": 5e-7, "first_loss": 0.0, "gradients": 2e-5, "worst_gradient": 0.0, "loss": 0.0}
     cell = module._cell(Setting(), errors, 1.0)
     assert (cell.quantity, cell.error, cell.limit, cell.ok) == (
         "gradients",
@@ -61,15 +64,19 @@ def test_settings_are_those_that_the_mesh_gives_a_meaning() -> None:
         model = lookup("sd15").build("tiny", mesh=build_mesh(MeshSpec.parse(mesh)), scan_layers=True)
         return list(settings(model, every=every))
 
-    assert len(of("data=8", every=True)) == len(set(of("data=8", every=True))) == 2 * 2 * 3 * 2
-    assert {setting.context for setting in of("data=2,context=4", every=False)} == {"ring", "auto", "gather"}
+    assert len(of("data=8", every=True)) == len(set(of("data=8", every=True))) == 2 * 2 * 3 * 2 * 2
+    assert {setting.context for setting in of("context=2,data=4", every=False)} == {"ring", "auto", "gather"}
+    assert {setting.context for setting in of("context=4,data=2", every=False)} == {"ring", "auto", "gather", "hybrid"}
     staged = of("data=2,stage=4", every=True)
     assert {setting.pipeline for setting in staged} == {"gpipe", "circular"}
     assert all(setting.scan for setting in staged)
     for mesh in EVERY_MESH:
         few, all_of_them = of(mesh, every=False), of(mesh, every=True)
-        for name in ("attention", "context", "pipeline", "dtype", "remat", "scan"):
-            assert {getattr(one, name) for one in few} == {getattr(one, name) for one in all_of_them}
+        names = ("attention", "context", "pipeline", "dtype", "remat", "scan", "masked")
+        for a, b in itertools.combinations(names, 2):
+            wanted = {(getattr(one, a), getattr(one, b)) for one in all_of_them}
+            assert {(getattr(one, a), getattr(one, b)) for one in few} == wanted
+        assert len(few) <= 16
 
 
 def _said(result: VerifyResult) -> list[Cell]:
@@ -83,7 +90,10 @@ def _said(result: VerifyResult) -> list[Cell]:
         (
             "flux-dev",
             "fsdp=2,context=2,tensor=2",
-            [Setting(context="ring", remat="full", scan=True), Setting(attention="flash", dtype="bfloat16")],
+            [
+                Setting(context="ring", remat="full", scan=True, masked=True),
+                Setting(attention="flash", dtype="bfloat16"),
+            ],
         ),
     ],
 )

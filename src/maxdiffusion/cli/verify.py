@@ -21,7 +21,8 @@ def verify(
         str | None, typer.Option("--rules", metavar="PRESET", help="dp, fsdp, tp, fsdp_tp, hsdp or context.")
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Every combination of settings; else a set in which each value occurs.")
+        bool,
+        typer.Option("--all", help="Every combination of settings; else a set in which each pair of values occurs."),
     ] = False,
     virtual_devices: VirtualDevices = None,
     as_json: Json = False,
@@ -51,7 +52,19 @@ def verify(
         cells = [as_row(cell) for cell in result.cells]
         output.show_json({"model": result.model, "mesh": result.mesh, "ok": result.ok, "cells": cells})
     else:
-        columns = ["attention", "context", "pipeline", "dtype", "remat", "scan", "furthest", "error", "limit", "ok"]
+        columns = [
+            "attention",
+            "context",
+            "pipeline",
+            "dtype",
+            "remat",
+            "scan",
+            "text",
+            "furthest",
+            "error",
+            "limit",
+            "ok",
+        ]
         output.show_table(columns, map(_cells, result.cells))
     if not result.ok:
         typer.echo("check failed: these settings do not give the numbers of one device", err=True)
@@ -60,11 +73,12 @@ def verify(
 
 def _say(cell: Cell) -> None:
     """A line while the others run."""
-    setting = ", ".join(map(str, _cells(cell)[:6]))
+    setting = ", ".join(map(str, _cells(cell)[:7]))
     typer.echo(f"{setting}: {cell.quantity} {cell.error:.1e} of {cell.limit:.0e} ({cell.seconds:.0f} s)", err=True)
 
 
 def _cells(cell: Cell) -> tuple[str, ...]:
     one = cell.setting
     named = (one.attention, one.context, one.pipeline, one.dtype, one.remat, "scanned" if one.scan else "unrolled")
+    named = (*named, "padded" if one.masked else "whole")
     return (*named, cell.quantity, f"{cell.error:.1e}", f"{cell.limit:.0e}", "yes" if cell.ok else "NO")

@@ -23,7 +23,6 @@ from maxdiffusion.specs import (
     Precision,
     QuantSpec,
     RematPolicy,
-    RematSpec,
 )
 
 ModelName = Literal["pictures", "sd15", "sd21", "sdxl", "flux-dev", "flux-schnell"]
@@ -267,9 +266,10 @@ class Recipe:
             _mesh_spec(self.mesh, axes)
         except UsageError as error:
             raise FieldError("mesh", str(error)) from error
-        if self.pipeline_schedule == "gpipe" and (self.pipeline_repeats or 1) > 1:
-            cause = "only pipeline_schedule=circular repeats: write it, or leave pipeline_repeats out"
-            raise FieldError("pipeline_repeats", cause)
+        try:
+            _ = self.pipeline_spec
+        except UsageError as error:
+            raise FieldError("pipeline_repeats", str(error)) from error
         try:
             _ = self.attention_spec
         except UsageError as error:
@@ -340,21 +340,11 @@ class Recipe:
         )
 
     @property
-    def remat_spec(self) -> RematSpec:
-        """What the backward pass recomputes."""
-        return RematSpec(policy=self.remat_policy)
-
-    @property
     def pipeline_spec(self) -> PipelineSpec:
         """Schedule of stacked blocks over the stages."""
         return PipelineSpec(
             schedule=self.pipeline_schedule, microbatches=self.pipeline_microbatches, repeats=self.pipeline_repeats
         )
-
-    @property
-    def quant_spec(self) -> QuantSpec:
-        """Quantisation, none so far."""
-        return QuantSpec(mode=self.quantization)
 
 
 SECTIONS: Mapping[str, type] = {

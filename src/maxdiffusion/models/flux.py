@@ -306,6 +306,7 @@ FLUX_DEV = ModelSpec(
     family="flux",
     license="FLUX.1 [dev] Non-Commercial License",
     denoiser=FlaxFluxTransformer2DModel,
+    depths=("num_layers", "num_single_layers"),
     config={"guidance_embeds": True},
     tiny={**_TINY, "guidance_embeds": True},
 )
@@ -315,6 +316,7 @@ FLUX_SCHNELL = ModelSpec(
     family="flux",
     license="Apache-2.0",
     denoiser=FlaxFluxTransformer2DModel,
+    depths=("num_layers", "num_single_layers"),
     config={"guidance_embeds": False},
     tiny=_TINY,
 )

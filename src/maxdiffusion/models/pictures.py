@@ -228,6 +228,7 @@ PICTURES = ModelSpec(
     family="pictures",
     license="Apache-2.0",
     denoiser=Pictures,
+    depths=("text_layers",),
     config={},
     tiny={
         "image_size": 8,

@@ -28,6 +28,7 @@ class ModelSpec:
         denoiser: class of the network.
         config: the published `config.json`, as far as it says something.
         tiny: config of a twin of the same kind that compiles in seconds.
+        depths: config keywords that say how many equal blocks are stacked.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ModelSpec:
     denoiser: FromConfig = field(hash=False)
     config: Mapping[str, Any] = field(hash=False)
     tiny: Mapping[str, Any] = field(hash=False)
+    depths: tuple[str, ...]
 
     def build(self, size: Literal["full", "tiny"] = "full", **keywords: Any) -> DiffusionModel:
         """The denoiser, without weights.

@@ -30,6 +30,7 @@ SD15 = ModelSpec(
     family="unet",
     license="CreativeML OpenRAIL-M",
     denoiser=FlaxUNet2DConditionModel,
+    depths=("transformer_layers_per_block",),
     config={**_FOUR_LEVELS, "sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8},
     tiny={**_TINY_FIRST, "attention_head_dim": 4},
 )
@@ -39,6 +40,7 @@ SD21 = ModelSpec(
     family="unet",
     license="CreativeML OpenRAIL++-M",
     denoiser=FlaxUNet2DConditionModel,
+    depths=("transformer_layers_per_block",),
     config={
         **_FOUR_LEVELS,
         "sample_size": 96,
@@ -55,6 +57,7 @@ SDXL = ModelSpec(
     family="unet",
     license="CreativeML OpenRAIL++-M",
     denoiser=FlaxUNet2DConditionModel,
+    depths=("transformer_layers_per_block",),
     config={
         "sample_size": 128,
         "block_out_channels": (320, 640, 1280),

@@ -1,4 +1,4 @@
-"""`Layout(mesh, rules)` says where every array lives; it is the only place that makes a PartitionSpec."""
+"""`Layout(mesh, rules)` says where every array lives; models and trainers get their PartitionSpecs here."""
 
 from __future__ import annotations
 
@@ -222,8 +222,8 @@ class Layout:
     def local(self, fn: Callable[..., Any], in_names: Sequence[Sequence[str | None]], out_names: Sequence[str | None]):
         """`fn` on each device's part of its arguments: `shard_map` by logical names.
 
-        A logical axis is sharded only along the mesh axes that divide it in every argument, and a mesh axis that is
-        manual already is left out.
+        A logical axis is sharded only along the mesh axes that divide it in every argument; along the others the
+        devices repeat the work. A mesh axis that is manual already is left out.
 
         Args:
             fn: arrays in, one array out.
@@ -236,8 +236,8 @@ class Layout:
                 return fn(*args)
             manual = _manual_axes()
             agreed = self._agreed(args, in_names)
-            axis_names = {axis for axes in agreed.values() for axis in axes}
-            axis_names |= {axis for axis, size in self.sizes.items() if size == 1 and axis not in manual}
+            # Every axis, used or not: kernels written by hand cannot be left to the partitioner along any of them.
+            axis_names = set(self.sizes) - manual
             if not axis_names or self.num_devices == 1:
                 return fn(*args)
 

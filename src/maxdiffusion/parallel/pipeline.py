@@ -400,7 +400,7 @@ def _stage(
         which = jnp.clip(turn // plan.period, 0, rounds - 1)
         microbatch = jnp.clip(turn % plan.period, 0, plan.microbatches - 1)
         returned = _at(waiting, time % wait) if circular else came
-        enters = (here == 0) & (turn < plan.period)
+        enters = (here == 0) & (jnp.asarray(not circular) | (turn < plan.period))
         h = jax.tree.map(
             lambda new, back, old: jnp.where(enters, new, jnp.where(here == 0, back, old)),
             _at(x, microbatch),

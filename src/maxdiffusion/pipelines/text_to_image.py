@@ -101,9 +101,16 @@ class Sampler:
     guided: bool
 
     def pictures(
-        self, params: Any, tokenizer: WordTokenizer, prompts: Sequence[str], *, num_images: int, seed: int
+        self,
+        params: Any,
+        tokenizer: WordTokenizer,
+        prompts: Sequence[str],
+        *,
+        num_images: int,
+        seed: int,
+        indices: Int[np.ndarray, " rows"] | None = None,
     ) -> UInt8[np.ndarray, "prompts num_images height width channels"]:
-        """Pictures 0, 1, ... of this seed for each prompt, as pixels.
+        """Pictures of this seed for each prompt, as pixels.
 
         Args:
             params: weights, laid out on the mesh.
@@ -111,9 +118,10 @@ class Sampler:
             prompts: texts, none too long.
             num_images: pictures for each prompt.
             seed: of the noise.
+            indices: which picture of the seed each row is, prompt by prompt; None for 0, 1, ... of each prompt.
         """
         texts = tokenizer.encode([prompt for prompt in prompts for _ in range(num_images)])
-        indices = np.tile(np.arange(num_images), len(prompts))
+        indices = np.tile(np.arange(num_images), len(prompts)) if indices is None else indices
         drawn = to_pixels(self(params, texts, tokenizer.encode([""]), seed=seed, indices=indices))
         return drawn.reshape(len(prompts), num_images, *drawn.shape[1:])
 

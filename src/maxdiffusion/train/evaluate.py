@@ -183,9 +183,14 @@ def evaluate_run(run: str | Path, *, recipe: Recipe | None = None, num_seeds: in
     with reporter.phase(f"losses on {len(source)} held-out pairs"):
         losses = HeldOutLoss(objective, trained.tokenizer, source, seed=recipe.seed)(trained.params)
     with reporter.phase(f"{num_seeds} pictures for each of {len(source)} held-out pairs"):
-        draw = sampler(trained.text_to_image, recipe.sample)
-        made = draw.pictures(
-            trained.params, trained.tokenizer, source.captions, num_images=num_seeds, seed=recipe.sample.seed
+        # Every picture has its own noise: the interval takes pairs to be independent.
+        made = sampler(trained.text_to_image, recipe.sample).pictures(
+            trained.params,
+            trained.tokenizer,
+            source.captions,
+            num_images=num_seeds,
+            seed=recipe.sample.seed,
+            indices=np.arange(len(source) * num_seeds),
         )
     right = nearest_is_own(made, source.images)
     interval = clustered_interval(right)

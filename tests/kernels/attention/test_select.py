@@ -96,7 +96,13 @@ def test_the_kernel_follows_the_mesh(one: Layout, monkeypatch: pytest.MonkeyPatc
 def test_cudnn_is_chosen_where_it_serves(one: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Layout, "platform", "gpu")
     pick = partial(choose, _image(64), _image(64), spec=_FLASH, layout=one, dtype=jnp.bfloat16)
-    choice = pick()  # there is no cuDNN on this machine
+
+    def absent() -> int:
+        raise RuntimeError("cuDNN is not detected.")
+
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", absent)
+    _cudnn_refusal.cache_clear()
+    choice = pick()
     assert choice.kernel == "flash_gpu" and "for cuDNN refuses: " in choice.reason
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91_100)
     _cudnn_refusal.cache_clear()

@@ -70,7 +70,7 @@ def merge(a: Result, b: Result) -> Result:
     """The result for the keys of both: outputs weighted by their share of the sum of exponentials.
 
     Args:
-        a: float32 output and log-sum-exp for some of the keys.
+        a: output and float32 log-sum-exp for some of the keys.
         b: the same for other keys.
 
     Returns:
