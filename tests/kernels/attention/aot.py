@@ -46,13 +46,14 @@ PAGE = BlockSizes(block_q=128, block_k=128, block_b=1, block_q_dkv=128, block_k_
 
 QKV = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
 
-# length, keys, head size, dtype, masked, tiles; batch 2 and 4 heads over the mesh (data=2, tensor=2), and for the ring
-# over (data=2, context=2)
+# length, keys, head size, dtype, masked, tiles; batch 2 and 4 heads (or three) over the mesh (data=2, tensor=2), and for
+# the ring over (data=2, context=2)
 PROGRAMS = {
     "image": (4608, 4608, 64, "bfloat16", False, None),
     "page-sizes": (4608, 4608, 40, "bfloat16", False, PAGE),
     "text": (333, 77, 80, "float32", True, None),
     "wide": (4992, 4992, 160, "float32", True, None),
+    "three-heads": (512, 512, 64, "bfloat16", False, None),
     "ring": (4608, 4608, 128, "bfloat16", False, None),
     "video": (32_760, 32_760, 128, "bfloat16", True, None),
 }
@@ -75,7 +76,7 @@ def lower(name: str, chips: list[jax.Device]) -> jax.stages.Lowered:
         spec = replace(spec, context="ring")
 
     def shape(num_tokens: int) -> jax.ShapeDtypeStruct:
-        size = (2, num_tokens, 4, dim)
+        size = (2, num_tokens, 3 if name == "three-heads" else 4, dim)
         return jax.ShapeDtypeStruct(size, dtype, sharding=layout.sharding(*QKV, shape=size))
 
     mask = jax.ShapeDtypeStruct((2, keys), jnp.bool_, sharding=layout.sharding("activation_batch", None))
