@@ -17,11 +17,13 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective
 
 _BITS = {"pred": 8, "bf16": 16}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)[^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\((.*)$", re.MULTILINE)
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\((?:[^()]|\([^()]*\))*\)|\S+) ([\w\-]+)\((.*)$", re.MULTILINE)
 _SHAPE = re.compile(r"([a-z][a-z0-9]*)\[([0-9,]*)\]")
-_CALLED = re.compile(r"(?:calls|to_apply|body|condition|branch_computations)=\{?(%?[\w.\-]+(?:, ?%?[\w.\-]+)*)\}?")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition|branch_computations)=(?:\{([^}]*)\}|(%?[\w.\-]+))")
 _TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{([^}]*)\}")
+_CHOSEN = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 _LISTED = re.compile(r"replica_groups=\{(\{[\d,{} ]*\})\}")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{} ]*\})\}")
 
@@ -114,8 +116,8 @@ def _walk(
             continue
         trips = _TRIPS.search(rest) if operation == "while" else None
         inner = times * int(trips[1]) if trips else times
-        for called in _CALLED.findall(rest):
-            for one in called.split(","):
+        for several, single in _CALLED.findall(rest):
+            for one in (several or single).split(","):
                 yield from _walk(
                     one.strip().removeprefix("%"), bodies, axes, inner, unknown or (operation == "while" and not trips)
                 )
@@ -137,18 +139,45 @@ def _array_bytes(dtype: str, dims: str) -> int:
 
 def _groups(rest: str) -> list[tuple[int, ...]]:
     """The groups of devices of a collective; of a permute the pairs (source, target)."""
-    iota = _IOTA.search(rest)
+    iota, of_mesh = _IOTA.search(rest), _MESH.search(rest)
     if iota:
         rows, columns, dims, order = iota.groups()
-        shape = [int(size) for size in dims.split(",")]
-        numbers = np.arange(math.prod(shape)).reshape(shape)
-        if order:
-            numbers = numbers.transpose([int(axis) for axis in order.split(",")])
-        return [tuple(map(int, row)) for row in numbers.reshape(int(rows), int(columns))]
+        return _rows(_numbers(dims, order).reshape(int(rows), int(columns)))
+    if of_mesh:
+        return _rows(_along(*of_mesh.groups()))
     listed = _LISTED.search(rest) or _PAIRS.search(rest)
     if not listed:
         return []
     return [tuple(int(number) for number in group.split(",")) for group in re.findall(r"\{([\d, ]+)\}", listed[1])]
+
+
+def _rows(numbers: np.ndarray) -> list[tuple[int, ...]]:
+    return [tuple(map(int, row)) for row in numbers]
+
+
+def _numbers(dims: str, order: str | None) -> np.ndarray:
+    """The device numbers of `[dims]` or `[dims]T(order)`, in their order."""
+    shape = [int(size) for size in dims.split(",")]
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    return numbers.transpose([int(axis) for axis in order.split(",")]) if order else numbers
+
+
+def _along(sizes: str, dims: str | None, order: str | None, chosen: str) -> np.ndarray:
+    """The groups of `mesh['a'=2,'b'=4], device_ids=(...) {'a','b':(1)2}`: those that differ along the chosen axes.
+
+    An axis may be chosen in part: `:(before)size` of its digits.
+    """
+    axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
+    numbers = _numbers(dims or str(math.prod(axes.values())), order).reshape(list(axes.values()))
+    wanted = {name: (int(before or 1), int(size or axes[name])) for name, before, size in _CHOSEN.findall(chosen)}
+    shape, along = list[int](), list[int]()
+    for name, total in axes.items():
+        before, size = wanted.get(name, (1, 1))
+        if name in wanted:
+            along.append(len(shape) + 1)
+        shape += [before, size, total // (before * size)]
+    rest = [axis for axis in range(len(shape)) if axis not in along]
+    return numbers.reshape(shape).transpose([*rest, *along]).reshape(-1, math.prod(shape[axis] for axis in along))
 
 
 def _groups_of_axes(mesh: Mesh) -> dict[frozenset[frozenset[int]], tuple[str, ...]]:

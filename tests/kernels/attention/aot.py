@@ -46,8 +46,8 @@ PAGE = BlockSizes(block_q=128, block_k=128, block_b=1, block_q_dkv=128, block_k_
 
 QKV = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
 
-# length, keys, head size, dtype, masked, tiles; batch 2 and 4 heads (or three) over the mesh (data=2, tensor=2), and for
-# the ring over (data=2, context=2)
+# length, keys, head size, dtype, masked, tiles; batch 2 and 4 heads (or three) over the mesh (data=2, tensor=2), the
+# ring over (data=2, context=2)
 PROGRAMS = {
     "image": (4608, 4608, 64, "bfloat16", False, None),
     "page-sizes": (4608, 4608, 40, "bfloat16", False, PAGE),
