@@ -101,7 +101,7 @@ def test_flux_moves_what_the_formula_says(axis: str) -> None:
     """Data: every gradient summed once. FSDP: every parameter gathered once (without rematerialisation the backward
     pass keeps it), every gradient summed once: XLA's CPU compiler has no reduce-scatter and sums the whole.
     """
-    mesh = build_mesh(MeshSpec(**{"data": 1, axis: 8}))
+    mesh = build_mesh(MeshSpec.parse(f"{axis}=8"))
     model = lookup("flux-dev").build("tiny", mesh=mesh)
     shapes, names = model.abstract_params()
     shardings = model.layout.shardings(shapes, names)
