@@ -18,6 +18,8 @@ from maxdiffusion.nn.model import DiffusionModel
 # twice and sum over all tokens.
 TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5
 
+pytestmark = pytest.mark.whole
+
 MESHES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "data=4,model=2": (("data", "model"), (4, 2)),
     "fsdp=8": (("fsdp",), (8,)),
@@ -77,7 +79,9 @@ def single() -> tuple[Any, Any, Any]:
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name == "tensor=2" else ()) for name in MESHES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SLOW if name in ("tensor=2", "fsdp=8") else ()) for name in MESHES]
+)
 def test_values_and_gradients_are_those_of_one_device(
     name: str, devices: np.ndarray, single: tuple[Any, Any, Any]
 ) -> None:

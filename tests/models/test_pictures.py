@@ -33,6 +33,7 @@ def test_text_and_time_change_the_prediction(params: Any) -> None:
     assert float(jnp.abs(run(900.0, jnp.array([[2, 3, 4, 5]])) - base).max()) > 1e-3
 
 
+@pytest.mark.slow
 def test_encoding_once_gives_the_same(params: Any) -> None:
     model = PICTURES.build("tiny")
     images, ids, mask = jnp.ones((2, 8, 8, 3)), jnp.array([[2, 3, 0], [2, 4, 5]]), jnp.array([[1, 1, 0], [1] * 3], bool)

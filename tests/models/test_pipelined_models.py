@@ -22,6 +22,9 @@ BATCH = 4
 KEYS = jax.random.split(jax.random.key(11), 6)
 
 
+pytestmark = pytest.mark.whole
+
+
 def unet(**keywords: Any) -> tuple[DiffusionModel, dict[str, Any]]:
     """SDXL's kind with one stack of two transformer blocks, and a call of it."""
     model = lookup("sdxl").build(
@@ -100,7 +103,13 @@ def alone() -> Callable[[str], tuple[Any, Any]]:
     ("name", "sizes", "keywords", "streams"),
     [
         ("unet", {"stage": 2, "data": 2}, {}, 1),
-        ("flux", {"stage": 2}, {"pipeline_microbatches": 4, "remat_policy": "full"}, 3),
+        pytest.param(
+            "flux",
+            {"stage": 2},
+            {"pipeline_microbatches": 4, "remat_policy": "full"},
+            3,
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "flux",
             {"stage": 2, "fsdp": 2, "tensor": 2},

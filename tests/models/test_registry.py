@@ -52,7 +52,9 @@ def test_scanning_changes_the_stacking_and_not_the_number(name: str) -> None:
     jax.tree.map(lambda leaf, axes: len(axes) == len(leaf.shape) or pytest.fail(str(axes)), shapes, names)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("sdxl", "flux-dev") else pytest.mark.slow) for name in MODELS]
+)
 def test_arrays_of_an_explicit_mesh_are_taken_and_given(name: str, devices: np.ndarray) -> None:
     """In the caller's own types, under `jax.set_mesh` as well; with the numbers of one device."""
     spec = lookup(name)

@@ -20,6 +20,8 @@ from maxdiffusion.models.registry import lookup
 # layers. The limit is the one that the loss curves of training have to keep.
 TOLERANCE = 1e-5
 
+pytestmark = pytest.mark.whole
+
 MESHES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "data=4,model=2": (("data", "model"), (4, 2)),
     "fsdp=4,tensor=2": (("fsdp", "tensor"), (4, 2)),
@@ -86,9 +88,11 @@ def single() -> tuple[Any, Any, Any]:
 
 # The slow ones repeat, one axis or policy at a time, what the others and the tests of stacks cover together.
 SLOW = pytest.mark.slow
+QUICK = ("data=4,model=2", "fsdp=2,context=2,tensor=2")
+"""Meshes of every test run; the others are slow."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name == "data=8" else ()) for name in MESHES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else SLOW) for name in MESHES])
 def test_values_and_gradients_are_those_of_one_device(
     name: str, devices: np.ndarray, single: tuple[Any, Any, Any]
 ) -> None:
@@ -129,7 +133,9 @@ def whole() -> tuple[Any, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*does not divide:maxdiffusion.errors.LayoutWarning")  # 2 and 4 heads on 8
-@pytest.mark.parametrize("name", ["data=4,model=2", "fsdp=2,context=2,tensor=2", *FURTHER_MESHES])
+@pytest.mark.parametrize(
+    "name", ["fsdp=2,context=2,tensor=2", *(pytest.param(name, marks=SLOW) for name in ("data=4,model=2", "tensor=8"))]
+)
 def test_tiny_sdxl_is_that_of_one_device(name: str, devices: np.ndarray, whole: tuple[Any, Any]) -> None:
     """With flash attention from the first token on; heads that do not divide are gathered, rows are exchanged."""
     params, expected = whole

@@ -30,7 +30,7 @@ def _draw(run: Path, mesh: Mesh, indices: list[int], solver: str) -> np.ndarray:
     return sampler(subject, recipe.sample)(params, texts, empty, seed=7, indices=np.array(indices))
 
 
-@pytest.mark.parametrize("solver", ["dpmpp_2m", "euler_ancestral"])
+@pytest.mark.parametrize("solver", ["dpmpp_2m", pytest.param("euler_ancestral", marks=pytest.mark.slow)])
 def test_a_picture_does_not_depend_on_its_batch_or_mesh(
     solver: str, trained: TrainResult, one_device: Mesh, fsdp_tensor: Mesh
 ) -> None:

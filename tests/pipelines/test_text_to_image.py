@@ -49,7 +49,7 @@ def test_guidance_moves_away_from_the_empty_text(process: str) -> None:
     assert np.abs(alone - without).max() > 1e-4
 
 
-@pytest.mark.parametrize("axes", [("cfg",), ("cfg", "tensor")], ids="x".join)
+@pytest.mark.parametrize("axes", [("cfg",), pytest.param(("cfg", "tensor"), marks=pytest.mark.slow)], ids="x".join)
 def test_the_halves_of_one_sample_part_along_the_mesh(axes: tuple[str, ...], devices: np.ndarray) -> None:
     """Guidance parallelism: one guided sample keeps every device busy, with the numbers of one device."""
     recipe = tiny_recipe(data={"size": 8})
