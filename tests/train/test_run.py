@@ -33,9 +33,6 @@ MESHES = {
 }
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.fixture(scope="module")
 def alone(one_device: Mesh) -> np.ndarray:
     return losses_of(make_subject(one_device), STEPS)
@@ -45,8 +42,7 @@ def test_the_losses_fall(alone: np.ndarray) -> None:
     assert alone[-5:].mean() < 0.9 * alone[:5].mean()
 
 
-# The batch alone on every device is the plainest case: the others hold it too.
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name == "data 8" else ()) for name in MESHES])
+@pytest.mark.parametrize("name", MESHES)
 def test_loss_curves_are_equal_on_every_mesh(name: str, alone: np.ndarray) -> None:
     # The bound of the specification, in float32 over 20 steps.
     np.testing.assert_allclose(losses_of(make_subject(MESHES[name]()), STEPS), alone, rtol=1e-5)
