@@ -26,6 +26,8 @@ MESHES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "fsdp=4,tensor=2": (("fsdp", "tensor"), (4, 2)),
     "tensor=2": (("tensor",), (2,)),
     "fsdp=2,context=2,tensor=2": (("fsdp", "context", "tensor"), (2, 2, 2)),
+    # Neither 6 text tokens nor 10 of the image divide by 4: both are padded at the entry, without a warning.
+    "data=2,context=4": (("data", "context"), (2, 4)),
 }
 
 

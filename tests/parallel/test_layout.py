@@ -275,5 +275,6 @@ def test_an_abstract_mesh_is_no_silent_no_op():
 def test_a_batch_is_shared_by_the_axes_of_its_rule(data_model: Mesh, fsdp_tensor: Mesh) -> None:
     assert Layout.of(None).batch_divisor == 1
     assert Layout.of(data_model).batch_divisor == 4
+    assert Layout.of(data_model).divisor("activation_heads") == 2
     assert Layout.of(fsdp_tensor).batch_divisor == 4
     assert Layout.of(data_model, "dp").batch_divisor == 8

@@ -172,13 +172,13 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
         """
         self._check_tokens(hidden_states, encoder_hidden_states, pooled_projections, encoder_attention_mask)
         runtime, layout = self.runtime, self.layout
-        batch, num_text = encoder_hidden_states.shape[:2]
+        batch, num_image = hidden_states.shape[:2]
         cond = self._condition(timestep, guidance, pooled_projections)
-        turn = self._turn(txt_ids, img_ids, (batch, num_text, hidden_states.shape[1]))
-        mask = self._mask(encoder_attention_mask, hidden_states.shape[1])
+        turn = self._turn(txt_ids, img_ids, (batch, encoder_hidden_states.shape[1], num_image))
+        mask = self._mask(encoder_attention_mask, encoder_hidden_states.shape[:2], num_image)
 
         def embed(x: Array, reads: str, name: str) -> Array:
-            x = constrain_tokens(layout, x).astype(runtime.dtype)
+            x = constrain_tokens(layout, self._even(x)).astype(runtime.dtype)
             x = Dense(features=(self.width,), names=(reads, "mlp"), runtime=runtime, name=name)(x)
             return constrain_tokens(layout, x)
 
@@ -210,11 +210,17 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
             runtime=runtime,
             attributes=attributes,
         )
-        x = constrain_tokens(layout, x[:, num_text:])
+        x = constrain_tokens(layout, x[:, streams.text.shape[1] :])
         scale, shift = Modulation(num_parts=2, runtime=runtime, name="norm_out")(cond)
         features = (self.patch_size**2 * (self.out_channels or self.in_channels),)
         out = Dense(features=features, names=("embed", "conv_out"), runtime=runtime, name="proj_out")
-        return Transformer2DModelOutput(sample=constrain_tokens(layout, out(modulate(x, shift, scale))))
+        sample = constrain_tokens(layout, out(modulate(x, shift, scale)))
+        return Transformer2DModelOutput(sample=sample[:, :num_image])
+
+    def _even(self, x: Array) -> Array:
+        """(batch, tokens, ...) with tokens added for equal parts on the devices that share a sequence."""
+        more = -x.shape[1] % self.layout.divisor("activation_length")
+        return jnp.pad(x, [(0, more if dim == 1 else 0) for dim in range(x.ndim)]) if more else x
 
     def _check_tokens(self, image: Array, text: Array, pooled: Array, mask: Array | None) -> None:
         _check("hidden_states", image, (None, None, self.in_channels), "batch, image tokens, in_channels")
@@ -263,19 +269,22 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
             lead = (batch,) if ids.ndim == 3 else ()
             axes = len(self.axes_dims_rope)
             _check(name, ids, (*lead, tokens, axes), f"{'batch, ' if lead else ''}tokens, axes")
-            both.append(ids.astype(jnp.float32).reshape(-1, tokens, axes))
+            both.append(self._even(ids.astype(jnp.float32).reshape(-1, tokens, axes)))
         rows = max(ids.shape[0] for ids in both)
         ids = jnp.concatenate([jnp.broadcast_to(ids, (rows, *ids.shape[1:])) for ids in both], axis=1)
         names = (None if rows < batch else "activation_batch", "activation_length", None)
         turn = rotation(self.layout.constrain(ids, *names), self.axes_dims_rope)
         return Rotation(*(self.layout.constrain(table, *names) for table in turn))
 
-    def _mask(self, mask: Array | None, num_image: int) -> Bool[Array, "batch text_and_image"] | None:
-        """The mask of all tokens, those of the image never hidden."""
-        if mask is None:
+    def _mask(
+        self, mask: Array | None, text: tuple[int, int], num_image: int
+    ) -> Bool[Array, "batch text_and_image"] | None:
+        """The mask of all tokens: those of the image are never hidden, those that only fill up always are."""
+        seen = [jnp.ones(text, bool) if mask is None else mask, jnp.ones((text[0], num_image), bool)]
+        even = [self._even(part) for part in seen]
+        if mask is None and [part.shape for part in even] == [part.shape for part in seen]:
             return None
-        whole = jnp.concatenate([mask, jnp.ones((mask.shape[0], num_image), bool)], axis=1)
-        return self.layout.constrain(whole, "activation_batch", "activation_kv_length")
+        return self.layout.constrain(jnp.concatenate(even, axis=1), "activation_batch", "activation_kv_length")
 
 
 def _check(name: str, array: Array, wanted: tuple[int | None, ...], meaning: str) -> None:

@@ -310,7 +310,11 @@ class Layout:
     @property
     def batch_divisor(self) -> int:
         """What a batch must be a multiple of, so that the devices share it evenly."""
-        (axes,) = self.resolve("activation_batch").axes
+        return self.divisor("activation_batch")
+
+    def divisor(self, name: str) -> int:
+        """What a dimension of this logical axis must be a multiple of, so that the devices share it evenly."""
+        (axes,) = self.resolve(name).axes
         return math.prod(self.sizes[axis] for axis in axes)
 
     def rows(self, number: int) -> NamedSharding | None:
