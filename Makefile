@@ -53,11 +53,11 @@ demo: setup
 	@echo "demo: now paint something: $(BIN)/maxdiffusion generate \"a red apple, flat style\" --from $(DEMO) -n 4"
 
 test: setup
-	@echo "test: all but the slow ones, on 8 virtual devices"
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@echo "test: all but the slow ones, on 8 virtual devices; in two processes, one for the meshes and one for the rest"
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" $(ARGS)
 
 test-full: setup
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: setup
 	@echo "lint: ruff, pyright, import-linter"

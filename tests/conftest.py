@@ -32,6 +32,22 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+_COMPOSED = ("cli", "docs", "pipelines", "tools", "train")
+"""Folders whose tests make meshes of their own."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Programs on eight devices stay in one of pytest-xdist's processes, for two would starve one another's collectives.
+
+    The other files go, each as a whole, to the process that is free.
+    """
+    meshes = {item.path for item in items if "devices" in getattr(item, "fixturenames", ())}
+    here = Path(__file__).parent
+    for item in items:
+        on_devices = item.path in meshes or item.path.relative_to(here).parts[0] in _COMPOSED
+        item.add_marker(pytest.mark.xdist_group("eight devices" if on_devices else str(item.path)))
+
+
 @pytest.fixture(scope="session")
 def devices() -> np.ndarray:
     """The eight virtual devices."""

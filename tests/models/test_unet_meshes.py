@@ -179,6 +179,7 @@ def test_a_batch_that_does_not_divide_is_reported(data_model: Mesh) -> None:
         jax.jit(model.apply).lower({"params": shapes}, **call(batch=3))
 
 
+@pytest.mark.slow  # every model of the registry takes Explicit arrays in `test_registry`
 def test_latents_may_live_on_an_explicit_mesh(devices: np.ndarray, whole: tuple[Any, Any]) -> None:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,), devices=devices)
     model = lookup("sdxl").build("tiny", mesh=mesh, precision="highest")
