@@ -24,6 +24,8 @@ from maxdiffusion.tools.explain import AttentionRow
             ["--model", "sdxl", "--mesh", "fsdp=8", "--context-attention", "rng"],
             "error: context_attention='rng' is unknown",
         ),
+        (["--model", "sdxl", "--mesh", "fsdp=8", "--platform", "tpuu"], "error: --platform tpuu is unknown: did you"),
+        (["--model", "sdxl", "--mesh", "fsdp=8", "--dtype", "int8"], "error: --dtype=int8 is no floating dtype"),
         (["--model", "sdxl"], "error: Missing option '--mesh'."),
     ],
 )

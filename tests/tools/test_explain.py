@@ -74,3 +74,10 @@ def test_every_attention_says_kernel_exchange_and_why():
 def test_an_exchange_that_cannot_be_is_an_error():
     with pytest.raises(UsageError, match="ulysses_degree=16 does not divide the 8 devices"):
         explain_attention("pictures", mesh=MeshSpec(context=8), attention=AttentionSpec(context="hybrid", ulysses=16))
+
+
+@pytest.mark.parametrize(("platform", "kernel"), [("tpu", "flash_tpu"), ("gpu", "flash_gpu"), ("cpu", "flash_cpu")])
+def test_the_kernel_is_that_of_the_platform_that_is_asked_about(platform: str, kernel: str) -> None:
+    flash = AttentionSpec(kernel="flash", flash_min_seq_length=0)
+    rows = explain_attention("pictures", mesh=MeshSpec(data=8), attention=flash, platform=platform, dtype="bfloat16")
+    assert {row.kernel for row in rows if row.block_sizes} == {kernel}

@@ -32,6 +32,10 @@ def explain(
     context: Annotated[
         str, typer.Option("--context-attention", metavar="NAME", help="auto, ring, ulysses, hybrid or gather.")
     ] = "auto",
+    platform: Annotated[
+        str | None, typer.Option("--platform", metavar="NAME", help="cpu, gpu or tpu; without it, this machine's.")
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="float32 or bfloat16.")] = "float32",
     every: Annotated[bool, typer.Option("--all", help="Show every parameter.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -47,17 +51,24 @@ def explain(
     from maxdiffusion.errors import UsageError, nearest
     from maxdiffusion.specs import AttentionSpec, MeshSpec
 
-    for option, value, valid in (("--model", model, ModelName), ("--rules", rules, RulePreset)):
-        if value is not None and value not in get_args(valid):
-            raise UsageError(f"{option} {value} is unknown: {nearest(value, get_args(valid))}")
+    for option, value, valid in (
+        ("--model", model, get_args(ModelName)),
+        ("--rules", rules, get_args(RulePreset)),
+        ("--platform", platform, ("cpu", "gpu", "tpu")),
+    ):
+        if value is not None and value not in valid:
+            raise UsageError(f"{option} {value} is unknown: {nearest(value, valid)}")
     spec = MeshSpec.parse(mesh)
     asked = AttentionSpec(kernel=kernel, context=context)  # pyright: ignore[reportArgumentType]  it checks the names
+    from maxdiffusion.nn.model import float_dtype
     from maxdiffusion.tools.explain import explain as run
     from maxdiffusion.tools.explain import explain_attention
 
     with output.reserved():
         report = run(model, mesh=spec, rules=rules, strict=strict)
-        attention = explain_attention(model, mesh=spec, rules=rules, attention=asked)
+        attention = explain_attention(
+            model, mesh=spec, rules=rules, attention=asked, platform=platform, dtype=float_dtype(dtype, "--dtype")
+        )
     shape = {axis: size for axis, size in spec.shape().items() if size > 1}
     sizes = ",".join(f"{axis}={size}" for axis, size in shape.items()) or "data=1"
     if as_json:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from maxdiffusion.errors import MeshError
 from maxdiffusion.specs import MeshSpec
@@ -43,14 +43,21 @@ def build_mesh(spec: MeshSpec | None = None, devices: Sequence[Any] | None = Non
     return Mesh(grid, spec.axes, axis_types=(AxisType.Auto,) * len(spec.axes))
 
 
-def abstract_mesh(spec: MeshSpec, num_devices: int | None = None) -> AbstractMesh:
+def abstract_mesh(spec: MeshSpec, num_devices: int | None = None, *, platform: str | None = None) -> AbstractMesh:
     """The mesh of `spec` without devices: enough to say where arrays would live.
+
+    Args:
+        spec: sizes.
+        num_devices: what the sizes must multiply to; None takes any.
+        platform: `cpu`, `gpu` or `tpu`, for the choice of kernels; None is that of this process.
 
     Raises:
         MeshError: the sizes do not multiply to `num_devices`.
     """
     shape = spec.shape(num_devices)
-    return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    device = None if platform is None else AbstractDevice(device_kind=platform, num_cores=None, platform=platform)
+    types = (AxisType.Auto,) * len(shape)
+    return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=types, abstract_device=device)
 
 
 def auto(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from maxdiffusion.common_types import BlockSizes, LogicalAxisRules
 from maxdiffusion.kernels.attention.select import choose
@@ -38,7 +40,7 @@ def explain(
     Raises:
         UsageError: the model, a mesh axis or a rule is unknown; under `strict`, a wish is not met.
     """
-    return _layout(mesh, rules, strict).report(*lookup(model).build().abstract_params())
+    return _layout(mesh, rules, strict=strict).report(*lookup(model).build().abstract_params())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,8 @@ def explain_attention(
     mesh: MeshSpec | Mesh,
     rules: LogicalAxisRules | str | None = None,
     attention: AttentionSpec | None = None,
+    platform: str | None = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> tuple[AttentionRow, ...]:
     """What each attention of a registry model would run on a mesh, for inputs of the model's usual size.
 
@@ -82,11 +86,14 @@ def explain_attention(
         mesh: sizes of the mesh axes (an axis of -1 counts as 1), or a mesh.
         rules: rules that come before the defaults, the name of a preset, or None.
         attention: what the user would ask for; None is what a model does when nothing is said.
+        platform: `cpu`, `gpu` or `tpu` that a mesh of sizes would be on; None is that of this process.
+        dtype: that the model computes in.
 
     Raises:
         UsageError: the model, a mesh axis or a rule is unknown, or an exchange that was asked for cannot be.
     """
-    layout, spec, network = _layout(mesh, rules, strict=False), attention or AttentionSpec(), lookup(model).build()
+    layout, spec = _layout(mesh, rules, strict=False, platform=platform), attention or AttentionSpec()
+    network = lookup(model).build(dtype=dtype)
 
     def call(params: Any, inputs: Any) -> Any:
         return network.apply({"params": params}, **inputs)
@@ -112,5 +119,8 @@ def explain_attention(
     return tuple(rows)
 
 
-def _layout(mesh: MeshSpec | Mesh, rules: LogicalAxisRules | str | None, strict: bool) -> Layout:
-    return Layout.of(abstract_mesh(mesh) if isinstance(mesh, MeshSpec) else mesh, rules, strict=strict)
+def _layout(
+    mesh: MeshSpec | Mesh, rules: LogicalAxisRules | str | None, *, strict: bool, platform: str | None = None
+) -> Layout:
+    known = abstract_mesh(mesh, platform=platform) if isinstance(mesh, MeshSpec) else mesh
+    return Layout.of(known, rules, strict=strict)
