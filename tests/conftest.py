@@ -37,7 +37,7 @@ _COMPOSED = ("cli", "docs", "pipelines", "tools", "train")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Programs on eight devices stay in one of pytest-xdist's processes, for two would starve one another's collectives.
+    """Programs on eight devices stay in one of pytest-xdist's processes: two would starve one another's collectives.
 
     The other files go, each as a whole, to the process that is free.
     """

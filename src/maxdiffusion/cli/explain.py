@@ -17,7 +17,7 @@ LARGEST = 20
 """Rows shown without `--all`, besides those that are not laid out as the rules wish."""
 
 
-def explain(
+def explain(  # noqa: PLR0913  (an argument is an option of the command line)
     model: Annotated[str, typer.Option("--model", metavar="NAME", help="Name of the model, such as sdxl.")],
     mesh: Annotated[
         str, typer.Option("--mesh", metavar="SIZES", help="Devices on each mesh axis, such as fsdp=8; none are needed.")
