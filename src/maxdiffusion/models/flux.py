@@ -14,7 +14,15 @@ from jaxtyping import Array, Bool, Float, Num
 
 from maxdiffusion.errors import MaxDiffusionWarning, UsageError
 from maxdiffusion.kernels.rope import Rotation, rotation
-from maxdiffusion.models.flux_blocks import DoubleBlock, SingleBlock, Streams, TimeTextEmbedding, constrain_tokens
+from maxdiffusion.models.flux_blocks import (
+    DoubleBlock,
+    SingleBlock,
+    Streams,
+    TimeTextEmbedding,
+    constrain_tokens,
+    join,
+    part,
+)
 from maxdiffusion.models.spec import ModelSpec
 from maxdiffusion.nn.linear import Dense
 from maxdiffusion.nn.model import DiffusionModel, at_border
@@ -175,7 +183,7 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
         batch, num_image = hidden_states.shape[:2]
         cond = self._condition(timestep, guidance, pooled_projections)
         turn = self._turn(txt_ids, img_ids, (batch, encoder_hidden_states.shape[1], num_image))
-        mask = self._mask(encoder_attention_mask, encoder_hidden_states.shape[:2], num_image)
+        mask = self._mask(encoder_attention_mask, (batch, encoder_hidden_states.shape[1]), num_image)
 
         def embed(x: Array, reads: str, name: str) -> Array:
             x = constrain_tokens(layout, self._even(x)).astype(runtime.dtype)
@@ -198,7 +206,7 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
             runtime=runtime,
             attributes=attributes,
         )
-        x = constrain_tokens(layout, jnp.concatenate([streams.text, streams.image], axis=1))
+        x = constrain_tokens(layout, join(layout, streams.text, streams.image))
         x = apply_stack(
             SingleBlock,
             x,
@@ -210,7 +218,7 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
             runtime=runtime,
             attributes=attributes,
         )
-        x = constrain_tokens(layout, x[:, streams.text.shape[1] :])
+        x = constrain_tokens(layout, part(layout, x, streams.text.shape[1])[1])
         scale, shift = Modulation(num_parts=2, runtime=runtime, name="norm_out")(cond)
         features = (self.patch_size**2 * (self.out_channels or self.in_channels),)
         out = Dense(features=features, names=("embed", "conv_out"), runtime=runtime, name="proj_out")
@@ -262,7 +270,7 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
         )
 
     def _turn(self, txt_ids: Array, img_ids: Array, sizes: tuple[int, int, int]) -> Rotation:
-        """The rotation of text and image tokens, in the order in which they are attended to."""
+        """The rotation of text and image tokens, in the order of `join`."""
         batch, num_text, num_image = sizes
         both = []
         for name, ids, tokens in (("txt_ids", txt_ids, num_text), ("img_ids", img_ids, num_image)):
@@ -271,7 +279,7 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
             _check(name, ids, (*lead, tokens, axes), f"{'batch, ' if lead else ''}tokens, axes")
             both.append(self._even(ids.astype(jnp.float32).reshape(-1, tokens, axes)))
         rows = max(ids.shape[0] for ids in both)
-        ids = jnp.concatenate([jnp.broadcast_to(ids, (rows, *ids.shape[1:])) for ids in both], axis=1)
+        ids = join(self.layout, *(jnp.broadcast_to(ids, (rows, *ids.shape[1:])) for ids in both))
         names = (None if rows < batch else "activation_batch", "activation_length", None)
         turn = rotation(self.layout.constrain(ids, *names), self.axes_dims_rope)
         return Rotation(*(self.layout.constrain(table, *names) for table in turn))
@@ -284,7 +292,7 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
         even = [self._even(part) for part in seen]
         if mask is None and [part.shape for part in even] == [part.shape for part in seen]:
             return None
-        return self.layout.constrain(jnp.concatenate(even, axis=1), "activation_batch", "activation_kv_length")
+        return self.layout.constrain(join(self.layout, *even), "activation_batch", "activation_kv_length")
 
 
 def _check(name: str, array: Array, wanted: tuple[int | None, ...], meaning: str) -> None:

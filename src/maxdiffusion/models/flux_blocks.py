@@ -11,12 +11,12 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Shaped
 
 from maxdiffusion.kernels.attention.select import attention
 from maxdiffusion.kernels.rope import Rotation, rotate
 from maxdiffusion.nn.feed_forward import FeedForward
-from maxdiffusion.nn.linear import Dense
+from maxdiffusion.nn.linear import Dense, added_up, read_by_all
 from maxdiffusion.nn.modulation import Modulation, modulate
 from maxdiffusion.nn.norms import RMSNorm
 from maxdiffusion.nn.parameters import uniform
@@ -42,6 +42,28 @@ class Streams(NamedTuple):
 def constrain_tokens(layout: Layout, x: Float[Array, "b l c"]) -> Float[Array, "b l c"]:
     """`x` laid out by the names of a token stream."""
     return layout.constrain(x, "activation_batch", "activation_length", "activation_embed")
+
+
+def join(
+    layout: Layout, text: Shaped[Array, "b text ..."], image: Shaped[Array, "b image ..."]
+) -> Shaped[Array, "b text_and_image ..."]:
+    """One sequence of both, the text first; where devices share the tokens, each device's text before its image.
+
+    So that nothing moves: with the whole text first, nearly every token would go to another device. Attention reads
+    its keys in any order, and the rotation, the mask and both streams are joined alike. `part` is the inverse. Both
+    lengths divide by the devices that share a sequence.
+    """
+    parts = layout.divisor("activation_length")
+    cut = [x.reshape(x.shape[0], parts, x.shape[1] // parts, *x.shape[2:]) for x in (text, image)]
+    return jnp.concatenate(cut, axis=2).reshape(text.shape[0], -1, *text.shape[2:])
+
+
+def part(layout: Layout, x: Shaped[Array, "b text_and_image ..."], num_text: int) -> tuple[Array, Array]:
+    """The text and the image of a sequence that `join` has made."""
+    parts = layout.divisor("activation_length")
+    cut = x.reshape(x.shape[0], parts, x.shape[1] // parts, *x.shape[2:])
+    text, image = cut[:, :, : num_text // parts], cut[:, :, num_text // parts :]
+    return text.reshape(x.shape[0], num_text, *x.shape[2:]), image.reshape(x.shape[0], -1, *x.shape[2:])
 
 
 class TimeTextEmbedding(nn.Module, kw_only=True):
@@ -84,14 +106,15 @@ class _Attention(nn.Module, kw_only=True):
     runtime: Runtime
 
     def project(
-        self, x: Array, layers: tuple[str, str, str], norms: tuple[str, str]
-    ) -> tuple[Float[Array, "b l h d"], Float[Array, "b l h d"], Float[Array, "b l h d"]]:
-        """Queries and keys, each head divided by its root mean square, and values."""
+        self, x: Array, layers: tuple[str, str, str], norms: tuple[str, str], *beside: Dense
+    ) -> list[Float[Array, "b l ..."]]:
+        """Queries and keys, each head divided by its root mean square, values, and the results of layers beside."""
         heads = (self.num_heads, x.shape[-1] // self.num_heads)
         names = ("embed", "heads", "kv")
-        q, k, v = (Dense(features=heads, names=names, runtime=self.runtime, name=layer)(x) for layer in layers)
+        to_heads = [Dense(features=heads, names=names, runtime=self.runtime, name=layer) for layer in layers]
+        q, k, *others = read_by_all([*to_heads, *beside], x)
         q, k = (RMSNorm(runtime=self.runtime, name=norm)(part) for norm, part in zip(norms, (q, k), strict=True))
-        return q, k, v
+        return [q, k, *others]
 
     def attend(
         self, q: Array, k: Array, v: Array, turn: Rotation, mask: Bool[Array, "b l"] | None
@@ -111,32 +134,33 @@ class _Attention(nn.Module, kw_only=True):
 
 class JointAttention(_Attention, kw_only=True):
     """Every token of both streams reads every token of both, each stream with projections of its own (Esser et al.
-    2024); text comes first in the sequence."""
+    2024); the sequence is that of `join`."""
 
     @nn.compact
     def __call__(self, streams: Streams, turn: Rotation, mask: Bool[Array, "b l"] | None) -> Streams:
         image = self.project(streams.image, ("to_q", "to_k", "to_v"), ("norm_q", "norm_k"))
         text = self.project(streams.text, ("add_q_proj", "add_k_proj", "add_v_proj"), ("norm_added_q", "norm_added_k"))
-        q, k, v = (jnp.concatenate(pair, axis=1) for pair in zip(text, image, strict=True))
-        y = self.attend(q, k, v, turn, mask)
-        num_text = streams.text.shape[1]
+        layout = self.runtime.layout
+        q, k, v = (join(layout, *pair) for pair in zip(text, image, strict=True))
+        of_text, of_image = part(layout, self.attend(q, k, v, turn, mask), streams.text.shape[1])
 
         def out(y: Array, name: str) -> Array:
             features, names = (streams.image.shape[-1],), ("heads", "kv", "embed")
             y = Dense(features=features, names=names, num_inputs=2, runtime=self.runtime, name=name)(y)
-            return constrain_tokens(self.runtime.layout, y)
+            return constrain_tokens(layout, y)
 
-        return Streams(image=out(y[:, num_text:], "to_out_0"), text=out(y[:, :num_text], "to_add_out"))
+        return Streams(image=out(of_image, "to_out_0"), text=out(of_text, "to_add_out"))
 
 
 class SelfAttention(_Attention, kw_only=True):
-    """Every token reads every token; the heads are handed on as they are."""
+    """Every token reads every token; the heads are handed on as they are, and the result of a layer beside."""
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "b l c"], turn: Rotation, mask: Bool[Array, "b l"] | None
-    ) -> Float[Array, "b l h d"]:
-        return self.attend(*self.project(x, ("to_q", "to_k", "to_v"), ("norm_q", "norm_k")), turn, mask)
+        self, x: Float[Array, "b l c"], turn: Rotation, mask: Bool[Array, "b l"] | None, beside: Dense
+    ) -> tuple[Float[Array, "b l h d"], Float[Array, "b l units"]]:
+        q, k, v, units = self.project(x, ("to_q", "to_k", "to_v"), ("norm_q", "norm_k"), beside)
+        return self.attend(q, k, v, turn, mask), units
 
 
 class DoubleBlock(nn.Module, kw_only=True):
@@ -193,13 +217,15 @@ class SingleBlock(nn.Module, kw_only=True):
     ) -> Float[Array, "b l c"]:
         runtime, width = self.runtime, x.shape[-1]
         shift, scale, gate = Modulation(num_parts=3, runtime=runtime, name="norm")(cond)
-        normed = modulate(x, shift, scale)
-        units = Dense(features=(MLP_RATIO * width,), names=("embed", "mlp"), runtime=runtime, name="proj_mlp")(normed)
+        normed = constrain_tokens(runtime.layout, modulate(x, shift, scale))
+        to_units = Dense(features=(MLP_RATIO * width,), names=("embed", "mlp"), runtime=runtime, name="proj_mlp")
+        heads, units = SelfAttention(num_heads=self.num_heads, runtime=runtime, name="attn")(
+            normed, turn, mask, to_units
+        )
         units = jax.nn.gelu(units, approximate=True)
         units = runtime.layout.constrain(units, "activation_batch", "activation_length", "activation_mlp")
-        heads = SelfAttention(num_heads=self.num_heads, runtime=runtime, name="attn")(normed, turn, mask)
         init = uniform((1 + MLP_RATIO) * width)
-        y = Dense(
+        of_heads = Dense(
             features=(width,),
             names=("heads", "kv", "embed"),
             num_inputs=2,
@@ -207,6 +233,9 @@ class SingleBlock(nn.Module, kw_only=True):
             kernel_init=init,
             runtime=runtime,
             name="proj_out_attn",
-        )(heads)
-        out = Dense(features=(width,), names=("mlp", "embed"), kernel_init=init, runtime=runtime, name="proj_out_mlp")
-        return constrain_tokens(runtime.layout, x + gate.astype(x.dtype) * (y + out(units)))
+        )
+        of_units = Dense(
+            features=(width,), names=("mlp", "embed"), kernel_init=init, runtime=runtime, name="proj_out_mlp"
+        )
+        y = constrain_tokens(runtime.layout, added_up([of_heads, of_units], [heads, units]))
+        return constrain_tokens(runtime.layout, x + gate.astype(x.dtype) * y)

@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array, Bool, Float
 
 from maxdiffusion.kernels.attention.select import Call, attention, recording
-from maxdiffusion.nn.linear import Dense
+from maxdiffusion.nn.linear import Dense, read_by_all
 from maxdiffusion.runtime import Runtime
 
 
@@ -37,12 +37,16 @@ class Attention(nn.Module, kw_only=True):
         runtime, layout, width = self.runtime, self.runtime.layout, x.shape[-1]
         heads = (self.num_heads, width // self.num_heads)
 
-        def project(states: Array, name: str, reads: str) -> Array:
+        def projection(name: str, reads: str) -> Dense:
             names = (reads, "heads", "kv")
-            return Dense(features=heads, names=names, use_bias=self.use_bias, runtime=runtime, name=name)(states)
+            return Dense(features=heads, names=names, use_bias=self.use_bias, runtime=runtime, name=name)
 
-        source, reads = (x, "embed") if context is None else (context, "cross_embed")
-        q, k, v = project(x, "to_q", "embed"), project(source, "to_k", reads), project(source, "to_v", reads)
+        reads = "embed" if context is None else "cross_embed"
+        to_q, to_k, to_v = projection("to_q", "embed"), projection("to_k", reads), projection("to_v", reads)
+        if context is None:
+            q, k, v = read_by_all([to_q, to_k, to_v], x)
+        else:
+            q, k, v = to_q(x), to_k(context), to_v(context)
         y = attention(q, k, v, mask=mask, spec=runtime.attention, layout=layout, precision=runtime.precision)
         y = Dense(features=(width,), names=("heads", "kv", "embed"), num_inputs=2, runtime=runtime, name="to_out_0")(y)
         return layout.constrain(y, "activation_batch", "activation_length", "activation_embed")

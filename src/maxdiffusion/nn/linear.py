@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from maxdiffusion.nn.parameters import Initializer, lead_axes, parameter, uniform, zeros
+from maxdiffusion.parallel.tensor import fan_in, fan_out
 from maxdiffusion.runtime import Runtime
 
 
@@ -35,19 +38,53 @@ class Dense(nn.Module, kw_only=True):
     use_bias: bool = True
     kernel_init: Initializer | None = None
 
-    @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        inputs = x.shape[x.ndim - self.num_inputs :]
+        kernel, bias = self.weights(x.shape[x.ndim - self.num_inputs :])
+        return add_bias(product(x, kernel, self.num_inputs, self.runtime), bias)
+
+    @nn.compact
+    def weights(self, inputs: tuple[int, ...]) -> tuple[Float[Array, "..."], Float[Array, "..."] | None]:
+        """The kernel for inputs of these sizes, and the bias if there is one, laid out for use."""
         init = self.kernel_init or uniform(math.prod(inputs))
         kernel = parameter(self, "kernel", init, (*inputs, *self.features), self.names, self.runtime)
-        contracted = tuple(range(x.ndim - self.num_inputs, x.ndim)), tuple(range(self.num_inputs))
-        y = jax.lax.dot_general(
-            x.astype(self.runtime.dtype), kernel, (contracted, ((), ())), precision=self.runtime.precision
-        )
-        if self.use_bias:
-            bias = parameter(self, "bias", zeros, self.features, self.names[self.num_inputs :], self.runtime)
-            y = y + lead_axes(bias, y.ndim)
-        return y
+        if not self.use_bias:
+            return kernel, None
+        return kernel, parameter(self, "bias", zeros, self.features, self.names[self.num_inputs :], self.runtime)
+
+
+def product(x: Float[Array, "..."], kernel: Float[Array, "..."], num_inputs: int, runtime: Runtime) -> Array:
+    """`x` times a kernel: its last `num_inputs` dimensions contracted with the kernel's first."""
+    contracted = tuple(range(x.ndim - num_inputs, x.ndim)), tuple(range(num_inputs))
+    return jax.lax.dot_general(x.astype(runtime.dtype), kernel, (contracted, ((), ())), precision=runtime.precision)
+
+
+def add_bias(y: Float[Array, "..."], bias: Float[Array, "..."] | None) -> Float[Array, "..."]:
+    """`y` plus the bias of a layer, if it has one."""
+    return y if bias is None else y + lead_axes(bias, y.ndim)
+
+
+def read_by_all(layers: Sequence[Dense], x: Float[Array, "b l embed"]) -> list[Array]:
+    """Each layer's result for the same `x`; where devices share the kernels, they sum the gradient of `x` once."""
+    runtime = layers[0].runtime
+    weights = [layer.weights(x.shape[-1:]) for layer in layers]
+    kernels, names = [kernel for kernel, _ in weights], [layer.names for layer in layers]
+    ys = fan_out(runtime.layout, functools.partial(product, num_inputs=1, runtime=runtime), x, kernels, names)
+    return [add_bias(y, bias) for y, (_, bias) in zip(ys, weights, strict=True)]
+
+
+def added_up(layers: Sequence[Dense], xs: Sequence[Float[Array, "b l ..."]]) -> Float[Array, "b l embed"]:
+    """The sum of each layer's result for its own `x`; where devices share the kernels, they sum it once."""
+    runtime = layers[0].runtime
+
+    def of_one(x: Array, kernel: Array) -> Array:
+        return product(x, kernel, kernel.ndim - 1, runtime)
+
+    weights = [layer.weights(x.shape[2:]) for layer, x in zip(layers, xs, strict=True)]
+    kernels, names = [kernel for kernel, _ in weights], [layer.names for layer in layers]
+    y = fan_in(runtime.layout, of_one, xs, kernels, names)
+    for _, bias in weights:
+        y = add_bias(y, bias)
+    return y
 
 
 class Embed(nn.Module, kw_only=True):

@@ -27,7 +27,8 @@ def _keeps_products(primitive: Any, *args: Any, **params: Any) -> Any:
 
 
 def _keeps_all_but_weights(primitive: Any, *args: Any, **params: Any) -> bool:
-    """Policy `none` in a circular pipeline: weights are chosen, cast and gathered again, not kept for each tick."""
+    """Policy `none` where weights are gathered, or chosen at each tick of a circular pipeline: the backward pass does
+    so again, since the gathered weights of all layers would be the whole model on each device."""
     return primitive not in _MAKING_WEIGHTS
 
 
@@ -48,9 +49,10 @@ def remat(block: type[Block], runtime: Runtime, *, scanned: bool = False) -> typ
         runtime: how the model runs.
         scanned: the block is the body of a scan, which needs no barrier against common subexpressions.
     """
-    if runtime.remat.policy == "none":
+    if runtime.remat.policy == "none" and not (scanned and runtime.layout.gathers):
         return block
-    return nn.remat(block, policy=_POLICIES[runtime.remat.policy], prevent_cse=not scanned)
+    policy = _POLICIES.get(runtime.remat.policy, _keeps_all_but_weights)
+    return nn.remat(block, policy=policy, prevent_cse=not scanned)
 
 
 def apply_stack(
@@ -115,7 +117,7 @@ def _pipelined(block: Any, x: Carry, inputs: tuple[Any, ...], *, num_layers: int
 
     batch = jax.tree.leaves(x)[0].shape[0]
     plan = pipeline.plan(layout, runtime.pipeline, num_layers=num_layers, batch=batch, name=block.name)
-    if runtime.remat.policy == "none" and plan.repeats == 1:
+    if runtime.remat.policy == "none" and plan.repeats == 1 and not layout.gathers:
         return pipeline.pipeline(layer, stacked, x, inputs, plan=plan, layout=layout)
     policy = _POLICIES.get(runtime.remat.policy, _keeps_all_but_weights)
     rematerialised = functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)

@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -234,26 +234,43 @@ class Layout:
         def run(*args: Any) -> Any:
             if self.mesh is None:
                 return fn(*args)
-            manual = _manual_axes()
             agreed = self._agreed(args, in_names)
             # Every axis, used or not: kernels written by hand cannot be left to the partitioner along any of them.
-            axis_names = set(self.sizes) - manual
-            if not axis_names or self.num_devices == 1:
+            if not set(self.sizes) - _manual_axes() or self.num_devices == 1:
                 return fn(*args)
 
             def spec(names: Sequence[str | None]) -> P:
                 return _partition(tuple(agreed.get(name, ()) if name else () for name in names))
 
-            return jax.shard_map(
-                fn,
-                mesh=jax.sharding.get_abstract_mesh() if manual else self.mesh,
-                in_specs=tuple(spec(names) for names in in_names),
-                out_specs=spec(out_names),
-                axis_names=axis_names,
-                check_vma=False,
-            )(*args)
+            return self.mapped(fn, tuple(spec(names) for names in in_names), spec(out_names))(*args)
 
         return run
+
+    def mapped(self, fn: Callable[..., Any], in_specs: tuple[P, ...], out_specs: Any) -> Callable[..., Any]:
+        """`fn` on each device's part: `shard_map` over every mesh axis that is not manual already.
+
+        Args:
+            fn: arrays in, arrays out.
+            in_specs: mesh axes of each argument.
+            out_specs: of the results.
+        """
+        manual = _manual_axes()
+        return jax.shard_map(
+            fn,
+            mesh=jax.sharding.get_abstract_mesh() if manual else self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(self.sizes) - manual,
+            check_vma=False,
+        )
+
+    def cut_in_use(self, names: Sequence[str | None], shape: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+        """Mesh axes that cut each dimension of a parameter where it is used, `use` having gathered the others."""
+        return _use_axes(self, tuple(names), tuple(shape))[0]
+
+    def size(self, axes: Iterable[str]) -> int:
+        """Devices along these mesh axes together."""
+        return math.prod(self.sizes[axis] for axis in axes)
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
@@ -306,6 +323,18 @@ class Layout:
     def sharding(self, *names: str | None, shape: Sequence[int] | None = None) -> NamedSharding | None:
         """The sharding of an array whose leading dimensions carry these logical axes; None without devices."""
         return NamedSharding(self.mesh, self.spec(*names, shape=shape)) if isinstance(self.mesh, Mesh) else None
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are stored along mesh axes that share the batch, and gathered for use."""
+        (shared,) = self.resolve("activation_batch").axes
+        return not self.storing.isdisjoint(shared)
+
+    @property
+    def storing(self) -> frozenset[str]:
+        """Mesh axes that a rule gives to parameters."""
+        stored = (wanted for name, wanted in self.rules if not name.startswith("activation_"))
+        return frozenset(axis for wanted in stored for axis in rule_table.axes_of(wanted))
 
     @property
     def batch_divisor(self) -> int:

@@ -1,13 +1,15 @@
 """Pipeline parallelism: equal layers lie in stages along a mesh axis, and microbatches flow from stage to stage.
 
 The schedules are GPipe (Huang et al. 2019) and the circular, or interleaved, one (Narayanan et al. 2021, section 2.2).
-Only the stage axis is manual (`jax.shard_map`), so that every move along it is written here and the other mesh axes
-are the partitioner's, as outside. The loop is differentiated by JAX: its backward pass is the reversed pipeline.
+The stage axis is manual (`jax.shard_map`), so that every move along it is written here, and so are the axes that share
+the batch and nothing else, so that gradients are summed along them once; the others are the partitioner's, as outside.
+The loop is differentiated by JAX: its backward pass is the reversed pipeline.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import warnings
@@ -275,15 +277,20 @@ def pipeline(
     cut = functools.partial(_microbatches, plan=plan, layout=layout)
     table = assignment(plan.num_layers, plan.stages, plan.repeats)
     arranged, exchange = _arrange(params, table, plan)
+    arrays = jax.tree.map(cut, x), jax.tree.map(cut, inputs)
+    shards = _manual_shards(layout, plan)
+    of_samples = P(plan.axes, None, shards or None)
+    specs = jax.tree.map(
+        lambda given: of_samples if jnp.ndim(given) and jnp.shape(given)[0] == plan.batch else P(plan.axes), (x, inputs)
+    )
     run = jax.shard_map(
         functools.partial(_stage, layer, remat, plan),
         mesh=_mesh(layout),
-        in_specs=P(plan.axes),
-        out_specs=P(plan.axes),
-        axis_names=set(plan.axes),
+        in_specs=(P(plan.axes), P(plan.axes), P(plan.axes), P(plan.axes), specs),
+        out_specs=of_samples,
+        axis_names={*plan.axes, *shards},
         check_vma=False,
     )
-    arrays = jax.tree.map(cut, x), jax.tree.map(cut, inputs)
     # Outside of jit, a shard_map that leaves axes to the partitioner cannot run.
     out = jax.jit(run, inline=True)(jnp.arange(plan.stages), jnp.asarray(table >= 0), exchange, arranged, arrays)
     return jax.tree.map(functools.partial(_joined, plan=plan), out)
@@ -312,6 +319,16 @@ def _microbatches(x: Any, *, plan: Plan, layout: Layout) -> Array:
         (shards,) = layout.resolve("activation_batch", shape=(plan.samples,)).axes
     spec = (plan.axes, None, shards or None, *(P.UNCONSTRAINED,) * parts.ndim)[: copies.ndim]
     return jax.lax.with_sharding_constraint(copies, NamedSharding(_mesh(layout), P(*spec)))
+
+
+def _manual_shards(layout: Layout, plan: Plan) -> tuple[str, ...]:
+    """Mesh axes of the batch that are manual beside the stages: the first ones, as far as they store no parameter.
+
+    Along these a gradient is summed once, after the loop: what is the partitioner's is summed at every tick.
+    """
+    (shards,) = layout.resolve("activation_batch", shape=(plan.samples,)).axes
+    stores = layout.storing
+    return tuple(itertools.takewhile(lambda axis: axis not in stores, shards))
 
 
 def _mesh(layout: Layout) -> Mesh | AbstractMesh:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +20,8 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\((?:[^()]|\([^()]*\))*\
 _SHAPE = re.compile(r"([a-z][a-z0-9]*)\[([0-9,]*)\]")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|branch_computations)=(?:\{([^}]*)\}|(%?[\w.\-]+))")
 _TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
+_LIMIT = re.compile(r"^\s*%?[\w.\-]+ = s32\[\]\S* constant\((\d+)\)", re.MULTILINE)
+_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{([^}]*)\}")
 _CHOSEN = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
@@ -35,17 +36,23 @@ class Collective:
     Attributes:
         kind: one of `KINDS`.
         axes: mesh axes along which it moves, in the order of the mesh; empty where the groups fit no axes.
-        bytes: of the whole array that a group of devices holds together: what an all-gather makes, what an all-reduce
-            or reduce-scatter takes from each device, what a device gives to an all-to-all or sends in a permute.
+        tensors: bytes of each array that it moves at once: of the whole that a group of devices holds together, so what
+            an all-gather makes, what an all-reduce or reduce-scatter takes from each device, what a device gives to an
+            all-to-all or sends in a permute.
         count: how often it runs in one call of the program, loops counted by their trips.
         in_loop_of_unknown_length: whether a loop around it has no known number of trips, and counts as one.
     """
 
     kind: str
     axes: tuple[str, ...]
-    bytes: int
+    tensors: tuple[int, ...]
     count: int
     in_loop_of_unknown_length: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all its arrays, once."""
+        return sum(self.tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,24 +66,31 @@ class Traffic:
     collectives: tuple[Collective, ...]
 
     def bytes(self, kind: str | None = None, axes: Sequence[str] | None = None, *, above: int = 0) -> int:
-        """Bytes of one call, of the collectives of this kind along these axes that are larger than `above` bytes."""
-        return sum(one.bytes * one.count for one in self._chosen(kind, axes, above))
+        """Bytes of one call, of the arrays larger than `above` bytes that this kind moves along these axes."""
+        chosen = self._chosen(kind, axes, above)
+        return sum(size * one.count for one in chosen for size in one.tensors if size > above)
 
     def count(self, kind: str | None = None, axes: Sequence[str] | None = None, *, above: int = 0) -> int:
-        """How many run in one call, of this kind along these axes and larger than `above` bytes."""
-        return sum(one.count for one in self._chosen(kind, axes, above))
+        """How many arrays of more than `above` bytes this kind moves along these axes in one call.
+
+        A collective that the compiler has made of several counts once for each array.
+        """
+        return sum(one.count * sum(size > above for size in one.tensors) for one in self._chosen(kind, axes, above))
 
     def table(self, *, above: int = 0) -> list[tuple[str, str, int, int]]:
-        """Rows (kind, axes, number, bytes), the most bytes first."""
-        keys = Counter[tuple[str, tuple[str, ...]]]()
-        for one in self._chosen(None, None, above):
-            keys[one.kind, one.axes] += one.bytes * one.count
-        rows = [(*key, self.count(*key, above=above), total) for key, total in keys.most_common()]
+        """Rows (kind, axes, number of arrays, bytes), the most bytes first."""
+        keys = dict.fromkeys((one.kind, one.axes) for one in self._chosen(None, None, above))
+        rows = [(*key, self.count(*key, above=above), self.bytes(*key, above=above)) for key in keys]
+        rows.sort(key=lambda row: -row[3])
         return [(kind, "+".join(axes) or "?", number, total) for kind, axes, number, total in rows]
 
     def _chosen(self, kind: str | None, axes: Sequence[str] | None, above: int) -> Iterator[Collective]:
         for one in self.collectives:
-            if kind in (None, one.kind) and (axes is None or tuple(axes) == one.axes) and one.bytes > above:
+            if (
+                kind in (None, one.kind)
+                and (axes is None or tuple(axes) == one.axes)
+                and max(one.tensors, default=0) > above
+            ):
                 yield one
 
 
@@ -98,6 +112,8 @@ def _walk(
     name: str, bodies: dict[str, str], axes: dict[frozenset[frozenset[int]], tuple[str, ...]], times: int, unknown: bool
 ) -> Iterator[Collective]:
     """The collectives of a computation that runs `times` times, and of those that it calls."""
+    # What TPU compilers make of a sum of which each device keeps a part.
+    scattered = name.startswith("all-reduce-scatter")
     for shape, operation, rest in _INSTRUCTION.findall(bodies.get(name, "")):
         kind = operation.removesuffix("-start")
         if kind in KINDS and not operation.endswith("-done"):
@@ -105,30 +121,50 @@ def _walk(
             size = max(map(len, groups), default=1)
             if size > 1 or (kind == "collective-permute" and groups):
                 yield Collective(
-                    kind=kind,
+                    kind="reduce-scatter" if scattered and kind == "all-reduce" else kind,
                     axes=_axes_of(kind, groups, axes),
-                    bytes=_bytes(shape, kind, size, started=operation.endswith("-start")),
+                    tensors=_tensors(shape, kind, size, started=operation.endswith("-start")),
                     count=times,
                     in_loop_of_unknown_length=unknown,
                 )
             continue
         if kind in ("all-reduce", "reduce-scatter"):
             continue
-        trips = _TRIPS.search(rest) if operation == "while" else None
-        inner = times * int(trips[1]) if trips else times
+        trips = _trips(rest, bodies) if operation == "while" else None
+        inner = times * (trips or 1)
         for several, single in _CALLED.findall(rest):
             for one in (several or single).split(","):
                 yield from _walk(
-                    one.strip().removeprefix("%"), bodies, axes, inner, unknown or (operation == "while" and not trips)
+                    one.strip().removeprefix("%"),
+                    bodies,
+                    axes,
+                    inner,
+                    unknown or (operation == "while" and trips is None),
                 )
 
 
-def _bytes(shape: str, kind: str, size: int, *, started: bool) -> int:
+def _trips(rest: str, bodies: dict[str, str]) -> int | None:
+    """How often a loop runs: as the compiler says, or up to the only number that its condition compares with.
+
+    JAX's loops of known length count from 0.
+    """
+    known = _TRIPS.search(rest)
+    if known:
+        return int(known[1])
+    condition = _CONDITION.search(rest)
+    body = bodies.get(condition[1], "") if condition else ""
+    limits = _LIMIT.findall(body)
+    return int(limits[0]) if len(limits) == 1 and "direction=LT" in body else None
+
+
+def _tensors(shape: str, kind: str, size: int, *, started: bool) -> tuple[int, ...]:
     parts = [_array_bytes(dtype, dims) for dtype, dims in _SHAPE.findall(shape)]
     if started and kind in ("all-gather", "collective-permute"):
         # (operand, result, and for permutes two counters): the result is what arrives
         parts = parts[1:2] if len(parts) % 2 == 0 else parts[-1:]
-    return sum(parts) * (size if kind == "reduce-scatter" else 1)
+    if kind == "all-to-all":
+        return (sum(parts),)  # a tuple there is one array, cut into what each device of the group gets
+    return tuple(part * (size if kind == "reduce-scatter" else 1) for part in parts)
 
 
 def _array_bytes(dtype: str, dims: str) -> int:
