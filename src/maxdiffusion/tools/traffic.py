@@ -11,17 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import Mesh
 
+from maxdiffusion.tools.hlo import Instruction, arrays_of, instructions
+
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 """Collectives of XLA's HLO."""
 
 _BITS = {"pred": 8, "bf16": 16}
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)[^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\((?:[^()]|\([^()]*\))*\)|\S+) ([\w\-]+)\((.*)$", re.MULTILINE)
-_SHAPE = re.compile(r"([a-z][a-z0-9]*)\[([0-9,]*)\]")
-_CALLED = re.compile(r"(?:calls|to_apply|body|condition|branch_computations)=(?:\{([^}]*)\}|(%?[\w.\-]+))")
-_TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
-_LIMIT = re.compile(r"^\s*%?[\w.\-]+ = s32\[\]\S* constant\((\d+)\)", re.MULTILINE)
-_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{([^}]*)\}")
 _CHOSEN = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
@@ -101,64 +96,33 @@ def traffic(text: str, mesh: Mesh) -> Traffic:
         text: of the optimised program, `jitted.lower(...).compile().as_text()`.
         mesh: that it was compiled for, its devices in the order of the program's partitions.
     """
-    bodies = {name: body for _, name, body in _COMPUTATION.findall(text)}
-    entries = [name for entry, name, _ in _COMPUTATION.findall(text) if entry]
     groups = _groups_of_axes(mesh)
-    found = [one for entry in entries for one in _walk(entry, bodies, groups, 1, False)]
-    return Traffic(collectives=tuple(found))
+    found = (_collective(one, groups) for one in instructions(text))
+    return Traffic(collectives=tuple(one for one in found if one is not None))
 
 
-def _walk(
-    name: str, bodies: dict[str, str], axes: dict[frozenset[frozenset[int]], tuple[str, ...]], times: int, unknown: bool
-) -> Iterator[Collective]:
-    """The collectives of a computation that runs `times` times, and of those that it calls."""
+def _collective(one: Instruction, axes: dict[frozenset[frozenset[int]], tuple[str, ...]]) -> Collective | None:
+    """The collective that an instruction is, if it is one among several devices."""
+    kind = one.operation.removesuffix("-start")
+    if kind not in KINDS:
+        return None
+    groups = _groups(one.rest)
+    size = max(map(len, groups), default=1)
+    if size == 1 and not (kind == "collective-permute" and groups):
+        return None
     # What TPU compilers make of a sum of which each device keeps a part.
-    scattered = name.startswith("all-reduce-scatter")
-    for shape, operation, rest in _INSTRUCTION.findall(bodies.get(name, "")):
-        kind = operation.removesuffix("-start")
-        if kind in KINDS and not operation.endswith("-done"):
-            groups = _groups(rest)
-            size = max(map(len, groups), default=1)
-            if size > 1 or (kind == "collective-permute" and groups):
-                yield Collective(
-                    kind="reduce-scatter" if scattered and kind == "all-reduce" else kind,
-                    axes=_axes_of(kind, groups, axes),
-                    tensors=_tensors(shape, kind, size, started=operation.endswith("-start")),
-                    count=times,
-                    in_loop_of_unknown_length=unknown,
-                )
-            continue
-        if kind in ("all-reduce", "reduce-scatter"):
-            continue
-        trips = _trips(rest, bodies) if operation == "while" else None
-        inner = times * (trips or 1)
-        for several, single in _CALLED.findall(rest):
-            for one in (several or single).split(","):
-                yield from _walk(
-                    one.strip().removeprefix("%"),
-                    bodies,
-                    axes,
-                    inner,
-                    unknown or (operation == "while" and trips is None),
-                )
-
-
-def _trips(rest: str, bodies: dict[str, str]) -> int | None:
-    """How often a loop runs: as the compiler says, or up to the only number that its condition compares with.
-
-    JAX's loops of known length count from 0.
-    """
-    known = _TRIPS.search(rest)
-    if known:
-        return int(known[1])
-    condition = _CONDITION.search(rest)
-    body = bodies.get(condition[1], "") if condition else ""
-    limits = _LIMIT.findall(body)
-    return int(limits[0]) if len(limits) == 1 and "direction=LT" in body else None
+    scattered = kind == "all-reduce" and one.computation.startswith("all-reduce-scatter")
+    return Collective(
+        kind="reduce-scatter" if scattered else kind,
+        axes=_axes_of(kind, groups, axes),
+        tensors=_tensors(one.shape, kind, size, started=one.operation.endswith("-start")),
+        count=one.count,
+        in_loop_of_unknown_length=one.in_loop_of_unknown_length,
+    )
 
 
 def _tensors(shape: str, kind: str, size: int, *, started: bool) -> tuple[int, ...]:
-    parts = [_array_bytes(dtype, dims) for dtype, dims in _SHAPE.findall(shape)]
+    parts = [_array_bytes(dtype, dims) for dtype, dims in arrays_of(shape)]
     if started and kind in ("all-gather", "collective-permute"):
         # (operand, result, and for permutes two counters): the result is what arrives
         parts = parts[1:2] if len(parts) % 2 == 0 else parts[-1:]
@@ -167,10 +131,10 @@ def _tensors(shape: str, kind: str, size: int, *, started: bool) -> tuple[int, .
     return tuple(part * (size if kind == "reduce-scatter" else 1) for part in parts)
 
 
-def _array_bytes(dtype: str, dims: str) -> int:
+def _array_bytes(dtype: str, dims: tuple[int, ...]) -> int:
     digits = re.search(r"\d+", dtype)
     bits = _BITS.get(dtype) or (int(digits[0]) if digits else 0)
-    return math.prod(int(size) for size in dims.split(",") if size) * bits // 8
+    return math.prod(dims) * bits // 8
 
 
 def _groups(rest: str) -> list[tuple[int, ...]]:
