@@ -23,9 +23,7 @@ from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.kernels.attention.select import attention
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.specs import AttentionSpec
-
-TPUS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-"""Topologies of four chips."""
+from tests.aot import TPUS
 
 # What a compiler has to know of an H100 SXM: NVIDIA's data sheet and the limits of compute capability 9.0.
 H100 = """

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.kernels.attention.aot import PROGRAMS, TPUS
-
-_ROOT = Path(__file__).parents[3]
-_COMPILERS = Path(sys.prefix) / "aot"
-"""Where `make aot` puts them: beside the environment, so that jax does not look for their hardware elsewhere."""
+from tests.aot import TPUS, compile_ahead
+from tests.kernels.attention.aot import PROGRAMS
 
 
 @dataclass(frozen=True)
@@ -27,15 +21,7 @@ class _Compiled:
 
 
 def _compile(target: str, names: list[str], folder: Path) -> dict[str, _Compiled]:
-    plugin = "libtpu" if target in TPUS else "jax_plugins/xla_cuda13"
-    if not any((Path(path) / plugin).is_dir() for path in (_COMPILERS, *sys.path)):
-        pytest.skip(f"no compiler for {target} here ({plugin}): make aot")
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
-    env["PYTHONPATH"] = os.pathsep.join([str(_ROOT / "src"), str(_COMPILERS), env.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "tests.kernels.attention.aot", target, str(folder), *names]
-    ran = subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True, timeout=280, check=False)
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    texts = {file.name: file.read_text() for file in folder.iterdir()}
+    texts = compile_ahead("tests.kernels.attention.aot", target, names, folder)
     return {name: _Compiled(texts[f"{name}.stablehlo"], texts.get(f"{name}.hlo", "")) for name in names}
 
 

@@ -1,0 +1,34 @@
+"""Compilers for accelerators that this machine lacks (`make aot` installs them), run in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TPUS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+"""Topologies of four chips."""
+
+_ROOT = Path(__file__).parents[1]
+_COMPILERS = Path(sys.prefix) / "aot"
+"""Where `make aot` puts them: beside the environment, so that jax does not look for their hardware elsewhere."""
+
+
+def compile_ahead(module: str, target: str, names: list[str], folder: Path, *, timeout: int = 280) -> dict[str, str]:
+    """Runs `python -m module TARGET FOLDER NAMES` where jax finds the compilers; skips the test where there are none.
+
+    Returns:
+        The text of each file that it left in the folder, by the file's name.
+    """
+    plugin = "libtpu" if target in TPUS else "jax_plugins/xla_cuda13"
+    if not any((Path(path) / plugin).is_dir() for path in (_COMPILERS, *sys.path)):
+        pytest.skip(f"no compiler for {target} here ({plugin}): make aot")
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(_ROOT / "src"), str(_COMPILERS), env.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", module, target, str(folder), *names]
+    ran = subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return {file.name: file.read_text() for file in folder.iterdir()}
