@@ -20,6 +20,10 @@ from maxdiffusion.specs import AttentionSpec, PipelineSpec, QuantSpec, RematSpec
         (lambda: AttentionSpec(context="hybrid", ulysses=0), "ulysses_degree=0: write a number of devices"),
         (lambda: AttentionSpec(ulysses=2), "ulysses_degree=2 is of no use with context_attention='auto'"),
         (lambda: RematSpec(policy="ful"), "did you mean 'full'"),  # type: ignore[arg-type]
+        (lambda: RematSpec(policy="full", save=("atention",)), "did you mean 'attention'"),  # type: ignore[arg-type]
+        (lambda: RematSpec(policy="full", save="hiden"), "did you mean 'hidden'"),  # type: ignore[arg-type]
+        (lambda: RematSpec(policy="full", save=(1,)), "write names"),  # type: ignore[arg-type]
+        (lambda: RematSpec(save=("attention",)), "of no use with remat_policy='none'"),
         (lambda: PipelineSpec(schedule="gpip"), "did you mean 'gpipe'"),  # type: ignore[arg-type]
         (lambda: PipelineSpec(microbatches=0), "pipeline_microbatches=0"),
         (lambda: PipelineSpec(repeats=2), 'pipeline_schedule="circular" repeats'),
@@ -40,3 +44,9 @@ def test_import_starts_no_backend_and_no_jax():
     code = "import sys, maxdiffusion, maxdiffusion.specs; print('jax' in sys.modules, 'torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["False", "False"]
+
+
+def test_names_to_save_are_one_value_however_written() -> None:
+    spec = RematSpec(policy="full", save=("attention", "hidden"))
+    assert RematSpec(policy="full", save="hidden, attention") == spec  # type: ignore[arg-type]
+    assert RematSpec(policy="full", save=("hidden", "attention", "hidden")).save == spec.save

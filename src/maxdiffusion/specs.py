@@ -16,7 +16,8 @@ MESH_AXES = ("stage", "data", "fsdp", "cfg", "context", "tensor")
 
 AttentionKernel = Literal["dot_product", "flash"]
 ContextAttention = Literal["auto", "gather", "ring", "ulysses", "hybrid"]
-RematPolicy = Literal["none", "minimal", "full"]
+RematPolicy = Literal["none", "minimal", "full", "offload"]
+RematName = Literal["qkv", "attention", "attention_output", "hidden", "feed_forward"]
 PipelineSchedule = Literal["gpipe", "circular"]
 Precision = Literal["default", "high", "highest"]
 
@@ -185,13 +186,30 @@ class RematSpec:
 
     Attributes:
         policy: `none` keeps every activation, `minimal` keeps matrix products and recomputes the rest, `full` keeps
-            only the inputs of each block.
+            only the inputs of each block, `offload` keeps these in the memory of the host.
+        save: activations that are kept as well, where the policy keeps its own (`docs/parallelism.md` has the table of
+            names); a tuple, or names with commas between them.
     """
 
     policy: RematPolicy = "none"
+    save: tuple[RematName, ...] = ()
 
     def __post_init__(self) -> None:
         _one_of(self.policy, RematPolicy, "remat_policy")
+        save = self.save
+        if isinstance(save, str):
+            save = tuple(name.strip() for name in save.split(",") if name.strip())
+        if not (isinstance(save, tuple) and all(isinstance(name, str) for name in save)):
+            raise UsageError(f"remat_save={save!r}: write names, such as ('attention', 'hidden')")
+        for name in save:
+            _one_of(name, RematName, "remat_save")
+        if save and self.policy == "none":
+            raise UsageError(
+                f"remat_save={','.join(save)} is of no use with remat_policy='none', which keeps everything: write "
+                "remat_policy='full', or leave remat_save out"
+            )
+        # One value for one meaning: a spec is part of jit's cache key.
+        object.__setattr__(self, "save", tuple(name for name in get_args(RematName) if name in save))
 
 
 @dataclass(frozen=True, kw_only=True)

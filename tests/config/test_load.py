@@ -119,7 +119,12 @@ def test_values_of_the_command_line_are_yaml() -> None:
         ("mesh=data=4,tensro=2", "mesh.tensro (command line) is unknown: did you mean 'mesh.tensor'?"),
         ("model=pctures", "model='pctures' (command line): did you mean 'pictures'?"),
         ("sample.solver=eulr", "sample.solver='eulr' (command line): did you mean 'euler'?"),
-        ("remat_policy=zzz", "remat_policy='zzz' (command line): valid: full, minimal, none"),
+        ("remat_policy=zzz", "remat_policy='zzz' (command line): valid: full, minimal, none, offload"),
+        (
+            "remat_save=atention",
+            "remat_save (command line): remat_save='atention' is unknown: did you mean 'attention'?",
+        ),
+        ("remat_save=3", "remat_save=3 (command line): write names, such as [attention, hidden]"),
         ("train.steps=many", "train.steps='many' (command line): write a whole number, 1 or more"),
         ("train.steps=0", "train.steps=0 (command line): write a whole number, 1 or more"),
         ("train.grad_clip=-1", "train.grad_clip=-1 (command line): write a number above 0 (or null)"),

@@ -24,7 +24,7 @@ from maxdiffusion.config.schema import (
     mesh_sizes,
 )
 from maxdiffusion.errors import MeshError, UsageError
-from maxdiffusion.specs import AttentionSpec, MeshSpec, PipelineSpec
+from maxdiffusion.specs import AttentionSpec, MeshSpec, PipelineSpec, RematSpec
 
 
 def test_defaults_are_the_defaults_of_the_specs() -> None:
@@ -32,6 +32,7 @@ def test_defaults_are_the_defaults_of_the_specs() -> None:
     assert recipe.mesh_spec == MeshSpec()
     assert recipe.attention_spec == AttentionSpec()
     assert recipe.pipeline_spec == PipelineSpec()
+    assert recipe.remat_spec == RematSpec()
     assert recipe.rules is None
 
 
@@ -60,6 +61,7 @@ def test_settings_reach_the_specs() -> None:
         context_attention="hybrid",
         ulysses_degree=2,
         remat_policy="minimal",
+        remat_save="hidden,attention",  # type: ignore[arg-type]
         pipeline_schedule="circular",
         pipeline_microbatches=6,
         pipeline_repeats=3,
@@ -70,7 +72,7 @@ def test_settings_reach_the_specs() -> None:
     assert recipe.attention_spec == AttentionSpec(
         kernel="flash", flash_min_seq_length=0, block_sizes=blocks, context="hybrid", ulysses=2
     )
-    assert recipe.remat_policy == "minimal"
+    assert recipe.remat_spec == RematSpec(policy="minimal", save=("attention", "hidden"))
     assert recipe.pipeline_spec == PipelineSpec(schedule="circular", microbatches=6, repeats=3)
     assert recipe.rules == (("embed", "tensor"), ("mlp", None), ("activation_batch", ("data", "fsdp")))
 

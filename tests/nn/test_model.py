@@ -15,7 +15,7 @@ from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.errors import LayoutWarning, RuleError, UsageError
 from maxdiffusion.nn.linear import Dense
 from maxdiffusion.nn.model import DiffusionModel
-from maxdiffusion.specs import PipelineSpec
+from maxdiffusion.specs import PipelineSpec, RematSpec
 
 
 class Line(DiffusionModel, kw_only=True):
@@ -51,6 +51,7 @@ def test_keywords_become_one_runtime(data_model: Mesh) -> None:
         dtype="bfloat16",
         weights_dtype=jnp.bfloat16,
         remat_policy="minimal",
+        remat_save=["hidden", "attention"],
         scan_layers=True,
         pipeline_schedule="circular",
         pipeline_microbatches=4,
@@ -63,7 +64,7 @@ def test_keywords_become_one_runtime(data_model: Mesh) -> None:
     assert (runtime.attention.context, runtime.attention.ulysses) == ("hybrid", 2)
     assert runtime.dtype == runtime.weights_dtype == jnp.dtype(jnp.bfloat16)
     assert runtime.precision is jax.lax.Precision.HIGHEST
-    assert (runtime.remat.policy, runtime.scan_layers) == ("minimal", True)
+    assert runtime.remat == RematSpec(policy="minimal", save=("attention", "hidden")) and runtime.scan_layers
     assert runtime.pipeline == PipelineSpec(schedule="circular", microbatches=4, repeats=2)
     assert runtime.layout.mesh == data_model
 
@@ -74,6 +75,8 @@ def test_keywords_become_one_runtime(data_model: Mesh) -> None:
         ({"attention_kernel": "flash"}, 'attention_kernel="flash" needs a mesh: give mesh='),
         ({"attention_kernel": "flsh"}, "did you mean 'flash'"),
         ({"remat_policy": "ful"}, "did you mean 'full'"),
+        ({"remat_policy": "full", "remat_save": "atention,hidden"}, "did you mean 'attention'"),
+        ({"remat_save": "hidden"}, "write remat_policy='full', or leave remat_save out"),
         ({"pipeline_schedule": "circlar"}, "did you mean 'circular'"),
         ({"pipeline_microbatches": 0}, "pipeline_microbatches=0: write a whole number, 1 or more"),
         ({"pipeline_repeats": 2}, 'only pipeline_schedule="circular" repeats'),

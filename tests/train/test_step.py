@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,21 @@ def test_a_step_changes_everything_but_the_key_and_donates(subject: Subject) -> 
     # The average's first decay is 1/10: nine tenths of the way to the new weights.
     for old_leaf, leaf, average in zip(*map(jax.tree.leaves, (before[0], new.params, new.ema)), strict=True):
         np.testing.assert_allclose(average, old_leaf + 0.9 * (np.asarray(leaf) - old_leaf), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_step_writes_its_state_over_the_old_one(sharded: bool, one_device: Mesh, fsdp_tensor: Mesh) -> None:
+    """Of each device's shares of weights, optimizer state and averaged weights, no byte exists twice."""
+    subject = make_subject(fsdp_tensor if sharded else one_device)
+    examples = subject.feed.shapes(BATCH, subject.objective.text_to_image.image_shape)
+    memory = subject.step.lower(subject.shapes, examples).compile().memory_analysis()  # type: ignore[attr-defined]
+
+    def size(tree: object) -> int:
+        shares = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(tree))
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shares)
+
+    kept = size((subject.shapes.params, subject.shapes.opt_state, subject.shapes.ema))
+    assert 4 * size(subject.shapes.params) <= kept <= memory.alias_size_in_bytes
 
 
 def test_a_sample_has_the_same_loss_in_any_batch(subject: Subject) -> None:

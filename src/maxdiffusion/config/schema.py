@@ -23,6 +23,7 @@ from maxdiffusion.specs import (
     Precision,
     QuantSpec,
     RematPolicy,
+    RematSpec,
 )
 
 ModelName = Literal["pictures", "sd15", "sd21", "sdxl", "flux-dev", "flux-schnell"]
@@ -33,6 +34,7 @@ SolverName = Literal["euler", "euler_ancestral", "ddim", "dpmpp_2m"]
 LIST = "a list such as [a, b]"
 Text: TypeAlias = Annotated[str, Field(min_length=1, description="a text")]
 Texts: TypeAlias = Annotated[tuple[str, ...], Field(description=LIST)]
+Names: TypeAlias = Annotated[tuple[str, ...], Field(description="names, such as [attention, hidden]")]
 Flag: TypeAlias = Annotated[bool, Field(strict=True, description="true or false")]
 Count: TypeAlias = Annotated[int, Field(strict=True, ge=1, description="a whole number, 1 or more")]
 CountOrZero: TypeAlias = Annotated[int, Field(strict=True, ge=0, description="a whole number, 0 or more")]
@@ -215,7 +217,8 @@ class Recipe:
         dtype: dtype of activations.
         weights_dtype: dtype that the model's weights are used in (the optimizer's are float32).
         precision: precision of float32 matrix products.
-        remat_policy: what the backward pass recomputes.
+        remat_policy: what the backward pass recomputes: `none`, `minimal`, `full`, or `offload`.
+        remat_save: activations that are kept as well, such as [attention, hidden].
         scan_layers: equal blocks are stacked and scanned, or pipelined where the mesh has stages.
         pipeline_schedule: `gpipe` or `circular`.
         pipeline_microbatches: parts of the batch that flow through the stages; null chooses.
@@ -244,6 +247,7 @@ class Recipe:
     weights_dtype: DType = "float32"
     precision: Precision = "default"
     remat_policy: RematPolicy = "none"
+    remat_save: Names = ()
     scan_layers: Flag = False
     pipeline_schedule: PipelineSchedule = "gpipe"
     pipeline_microbatches: Count | None = None
@@ -274,6 +278,10 @@ class Recipe:
             _ = self.attention_spec
         except UsageError as error:
             raise FieldError("ulysses_degree", str(error)) from error
+        try:
+            _ = self.remat_spec
+        except UsageError as error:
+            raise FieldError("remat_save", str(error)) from error
         for entry in self.data_sharding or ():
             for name in (entry,) if isinstance(entry, str) else entry or ():
                 if name not in axes:
@@ -283,6 +291,11 @@ class Recipe:
     @classmethod
     def _read_mesh(cls, mesh: Any) -> Any:
         return mesh_sizes(mesh) if isinstance(mesh, str) else mesh
+
+    @field_validator("remat_save", mode="before")
+    @classmethod
+    def _read_names(cls, names: Any) -> Any:
+        return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
 
     @field_validator("logical_axis_rules", mode="before")
     @classmethod
@@ -338,6 +351,11 @@ class Recipe:
             context=self.context_attention,
             ulysses=self.ulysses_degree,
         )
+
+    @property
+    def remat_spec(self) -> RematSpec:
+        """What the backward pass recomputes."""
+        return RematSpec(policy=self.remat_policy, save=self.remat_save)  # pyright: ignore[reportArgumentType]
 
     @property
     def pipeline_spec(self) -> PipelineSpec:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Shaped
 
 from maxdiffusion.kernels.attention.select import attention
@@ -20,6 +21,7 @@ from maxdiffusion.nn.linear import Dense, added_up, read_by_all
 from maxdiffusion.nn.modulation import Modulation, modulate
 from maxdiffusion.nn.norms import RMSNorm
 from maxdiffusion.nn.parameters import uniform
+from maxdiffusion.nn.stack import BLOCK_INPUT
 from maxdiffusion.nn.timestep import TimestepEmbedding, sinusoids
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.runtime import Runtime
@@ -112,9 +114,10 @@ class _Attention(nn.Module, kw_only=True):
         heads = (self.num_heads, x.shape[-1] // self.num_heads)
         names = ("embed", "heads", "kv")
         to_heads = [Dense(features=heads, names=names, runtime=self.runtime, name=layer) for layer in layers]
-        q, k, *others = read_by_all([*to_heads, *beside], x)
+        q, k, v, *others = read_by_all([*to_heads, *beside], x)
+        q, k, v = checkpoint_name((q, k, v), "qkv")
         q, k = (RMSNorm(runtime=self.runtime, name=norm)(part) for norm, part in zip(norms, (q, k), strict=True))
-        return [q, k, *others]
+        return [q, k, v, *others]
 
     def attend(
         self, q: Array, k: Array, v: Array, turn: Rotation, mask: Bool[Array, "b l"] | None
@@ -147,7 +150,7 @@ class JointAttention(_Attention, kw_only=True):
         def out(y: Array, name: str) -> Array:
             features, names = (streams.image.shape[-1],), ("heads", "kv", "embed")
             y = Dense(features=features, names=names, num_inputs=2, runtime=self.runtime, name=name)(y)
-            return constrain_tokens(layout, y)
+            return checkpoint_name(constrain_tokens(layout, y), "attention_output")
 
         return Streams(image=out(of_image, "to_out_0"), text=out(of_text, "to_add_out"))
 
@@ -178,7 +181,7 @@ class DoubleBlock(nn.Module, kw_only=True):
     def __call__(
         self, streams: Streams, cond: Float[Array, "b c"], turn: Rotation, mask: Bool[Array, "b l"] | None
     ) -> Streams:
-        runtime = self.runtime
+        runtime, streams = self.runtime, checkpoint_name(streams, BLOCK_INPUT)
         image = Modulation(num_parts=6, runtime=runtime, name="norm1")(cond)
         text = Modulation(num_parts=6, runtime=runtime, name="norm1_context")(cond)
         normed = Streams(*(modulate(x, *parts[:2]) for x, parts in zip(streams, (image, text), strict=True)))
@@ -215,14 +218,14 @@ class SingleBlock(nn.Module, kw_only=True):
     def __call__(
         self, x: Float[Array, "b l c"], cond: Float[Array, "b c"], turn: Rotation, mask: Bool[Array, "b l"] | None
     ) -> Float[Array, "b l c"]:
-        runtime, width = self.runtime, x.shape[-1]
+        runtime, width, x = self.runtime, x.shape[-1], checkpoint_name(x, BLOCK_INPUT)
         shift, scale, gate = Modulation(num_parts=3, runtime=runtime, name="norm")(cond)
         normed = constrain_tokens(runtime.layout, modulate(x, shift, scale))
         to_units = Dense(features=(MLP_RATIO * width,), names=("embed", "mlp"), runtime=runtime, name="proj_mlp")
         heads, units = SelfAttention(num_heads=self.num_heads, runtime=runtime, name="attn")(
             normed, turn, mask, to_units
         )
-        units = jax.nn.gelu(units, approximate=True)
+        units = jax.nn.gelu(checkpoint_name(units, "hidden"), approximate=True)
         units = runtime.layout.constrain(units, "activation_batch", "activation_length", "activation_mlp")
         init = uniform((1 + MLP_RATIO) * width)
         of_heads = Dense(
@@ -238,4 +241,5 @@ class SingleBlock(nn.Module, kw_only=True):
             features=(width,), names=("mlp", "embed"), kernel_init=init, runtime=runtime, name="proj_out_mlp"
         )
         y = constrain_tokens(runtime.layout, added_up([of_heads, of_units], [heads, units]))
+        y = checkpoint_name(y, "feed_forward")
         return constrain_tokens(runtime.layout, x + gate.astype(x.dtype) * y)

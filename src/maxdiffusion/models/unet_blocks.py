@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import flax.linen as nn
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from maxdiffusion.models.unet_config import BlockConfig
@@ -13,7 +14,7 @@ from maxdiffusion.nn.conv import Conv
 from maxdiffusion.nn.feed_forward import FeedForward
 from maxdiffusion.nn.linear import Dense
 from maxdiffusion.nn.norms import GroupNorm, LayerNorm
-from maxdiffusion.nn.stack import apply_stack, remat
+from maxdiffusion.nn.stack import BLOCK_INPUT, apply_stack, remat
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.runtime import Runtime
 
@@ -41,7 +42,7 @@ class ResnetBlock(nn.Module, kw_only=True):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b h w c"], time: Float[Array, "b t"]) -> Float[Array, "b h w channels"]:
-        config, runtime = self.config, self.runtime
+        config, runtime, x = self.config, self.runtime, checkpoint_name(x, BLOCK_INPUT)
         act = activation(config.act_fn)
 
         def norm(name: str) -> GroupNorm:
@@ -58,12 +59,13 @@ class ResnetBlock(nn.Module, kw_only=True):
         )
         shift = projection(act(time))[:, None, None, :]
         h = constrain_picture(runtime.layout, conv("conv1")(act(norm("norm1")(x))))
+        h = checkpoint_name(h, "hidden")
         if config.scale_shift:
             scale, shift = jnp.split(shift, 2, axis=-1)
             h = norm("norm2")(h) * (1 + scale) + shift
         else:
             h = norm("norm2")(h + shift)
-        h = conv("conv2")(act(h))
+        h = checkpoint_name(conv("conv2")(act(h)), "feed_forward")
         if x.shape[-1] != self.channels:
             x = conv("conv_shortcut", size=1)(x)
         return constrain_picture(runtime.layout, x + h)
@@ -84,7 +86,7 @@ class TransformerBlock(nn.Module, kw_only=True):
     def __call__(
         self, x: Float[Array, "b l c"], text: Float[Array, "b keys width"], mask: Bool[Array, "b keys"] | None
     ) -> Float[Array, "b l c"]:
-        runtime = self.runtime
+        runtime, x = self.runtime, checkpoint_name(x, BLOCK_INPUT)
 
         def attend(name: str) -> Attention:
             return Attention(num_heads=self.config.num_heads, runtime=runtime, name=name)

@@ -7,6 +7,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from maxdiffusion.kernels.attention.select import Call, attention, recording
@@ -47,9 +48,11 @@ class Attention(nn.Module, kw_only=True):
             q, k, v = read_by_all([to_q, to_k, to_v], x)
         else:
             q, k, v = to_q(x), to_k(context), to_v(context)
+        q, k, v = checkpoint_name((q, k, v), "qkv")
         y = attention(q, k, v, mask=mask, spec=runtime.attention, layout=layout, precision=runtime.precision)
         y = Dense(features=(width,), names=("heads", "kv", "embed"), num_inputs=2, runtime=runtime, name="to_out_0")(y)
-        return layout.constrain(y, "activation_batch", "activation_length", "activation_embed")
+        y = layout.constrain(y, "activation_batch", "activation_length", "activation_embed")
+        return checkpoint_name(y, "attention_output")
 
 
 def attention_calls(run: Callable[..., Any], *shapes: Any) -> tuple[tuple[str, Call], ...]:

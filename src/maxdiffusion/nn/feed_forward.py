@@ -6,6 +6,7 @@ from typing import Literal
 
 import flax.linen as nn
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxdiffusion.nn.linear import Dense
@@ -28,6 +29,7 @@ class GEGLU(nn.Module, kw_only=True):
     @nn.compact
     def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length features"]:
         pair = Dense(features=(2, self.features), names=("embed", None, "mlp"), runtime=self.runtime, name="proj")(x)
+        pair = checkpoint_name(pair, "hidden")
         y = pair[:, :, 0] * jax.nn.gelu(pair[:, :, 1], approximate=False)
         return self.runtime.layout.constrain(y, "activation_batch", "activation_length", "activation_mlp")
 
@@ -46,7 +48,7 @@ class GELU(nn.Module, kw_only=True):
     @nn.compact
     def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length features"]:
         y = Dense(features=(self.features,), names=("embed", "mlp"), runtime=self.runtime, name="proj")(x)
-        y = jax.nn.gelu(y, approximate=True)
+        y = jax.nn.gelu(checkpoint_name(y, "hidden"), approximate=True)
         return self.runtime.layout.constrain(y, "activation_batch", "activation_length", "activation_mlp")
 
 
@@ -69,4 +71,5 @@ class FeedForward(nn.Module, kw_only=True):
         layer = GEGLU if self.hidden == "geglu" else GELU
         x = layer(features=self.multiple * width, runtime=self.runtime, name="net_0")(x)
         x = Dense(features=(width,), names=("mlp", "embed"), runtime=self.runtime, name="net_2")(x)
-        return self.runtime.layout.constrain(x, "activation_batch", "activation_length", "activation_embed")
+        x = self.runtime.layout.constrain(x, "activation_batch", "activation_length", "activation_embed")
+        return checkpoint_name(x, "feed_forward")

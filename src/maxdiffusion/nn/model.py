@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Self, TypeAlias, TypeVar
 
@@ -99,7 +99,10 @@ class DiffusionModel(nn.Module, kw_only=True):
             table, which None uses alone.
         dtype: dtype of activations and products.
         weights_dtype: dtype that parameters are made and stored in.
-        remat_policy: `none`, `minimal` (keep products with weights) or `full` (keep only each block's inputs).
+        remat_policy: `none`, `minimal` (keep products with weights), `full` (keep only each block's inputs) or
+            `offload` (keep these in the memory of the host).
+        remat_save: activations that are kept as well: a tuple, or names with commas between them, of `qkv`,
+            `attention`, `attention_output`, `hidden` and `feed_forward`.
         scan_layers: stack equal transformer blocks and scan over them, or pipeline them where the mesh has stages.
         pipeline_schedule: `gpipe` or `circular`.
         pipeline_microbatches: parts of the batch that flow through the stages; None chooses.
@@ -123,6 +126,7 @@ class DiffusionModel(nn.Module, kw_only=True):
     dtype: Any = jnp.float32
     weights_dtype: Any = jnp.float32
     remat_policy: str = "none"
+    remat_save: Sequence[str] | str = ()
     scan_layers: bool = False
     pipeline_schedule: str = "gpipe"
     pipeline_microbatches: int | None = None
@@ -219,7 +223,12 @@ class DiffusionModel(nn.Module, kw_only=True):
     def _boxed(self) -> Tree:
         """Boxed shapes; from a copy that knows no mesh, since the dummy batch of one divides by none."""
         single = self.clone(
-            parent=None, mesh=None, logical_axis_rules=None, attention_kernel="dot_product", remat_policy="none"
+            parent=None,
+            mesh=None,
+            logical_axis_rules=None,
+            attention_kernel="dot_product",
+            remat_policy="none",
+            remat_save=(),
         )
 
         def init(inputs: Tree) -> Tree:
@@ -272,7 +281,10 @@ def _fold(model: DiffusionModel) -> Runtime:
         weights_dtype=float_dtype(model.weights_dtype, "weights_dtype"),
         precision=_precision(model.precision),
         attention=attention,
-        remat=RematSpec(policy=model.remat_policy),  # pyright: ignore[reportArgumentType]  the spec checks the name
+        remat=RematSpec(
+            policy=model.remat_policy,  # pyright: ignore[reportArgumentType]  the spec checks the names
+            save=model.remat_save,  # pyright: ignore[reportArgumentType]
+        ),
         quant=quant,
         scan_layers=model.scan_layers,
         pipeline=PipelineSpec(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -13,10 +13,15 @@ from flax.core import Scope
 from jax.extend.core.primitives import sharding_constraint_p
 
 from maxdiffusion.parallel import pipeline
+from maxdiffusion.parallel.memory import host_memory
 from maxdiffusion.runtime import Runtime
 
 Block = TypeVar("Block", bound=nn.Module)
 Carry = TypeVar("Carry")
+
+BLOCK_INPUT = "block_input"
+"""Name (`jax.ad_checkpoint.checkpoint_name`) that every rematerialised block gives to what it was handed: all that is
+kept of it, on the device or on the host."""
 
 
 def _keeps_products(primitive: Any, *args: Any, **params: Any) -> Any:
@@ -38,7 +43,30 @@ _MAKING_WEIGHTS = (
     jax.lax.convert_element_type_p,
     sharding_constraint_p,
 )
-_POLICIES = {"minimal": _keeps_products, "full": None}
+
+
+def _policy(runtime: Runtime) -> Callable[..., Any] | None:
+    """What `jax.checkpoint` may keep of a block; None: only its inputs.
+
+    `offload` moves inputs and named activations rather than products (`offload_dot_with_no_batch_dims`): a product of
+    width w costs 2 w FLOPs an element to do again, which any accelerator has done before the element has crossed the
+    bus twice, while an input stands for a whole block and is what remains of memory where all else is done again.
+    """
+    spec = runtime.remat
+    if spec.policy == "none":
+        return _keeps_all_but_weights
+    host = host_memory(runtime.layout) if spec.policy == "offload" else None
+    if host is not None:
+        return jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=(),
+            names_which_can_be_offloaded=(BLOCK_INPUT, *spec.save),
+            offload_src="device",
+            offload_dst=host,
+        )
+    named = jax.checkpoint_policies.save_only_these_names(*spec.save) if spec.save else None
+    if spec.policy != "minimal":
+        return named
+    return jax.checkpoint_policies.save_from_both_policies(_keeps_products, named) if named else _keeps_products
 
 
 def remat(block: type[Block], runtime: Runtime, *, scanned: bool = False) -> type[Block]:
@@ -51,8 +79,7 @@ def remat(block: type[Block], runtime: Runtime, *, scanned: bool = False) -> typ
     """
     if runtime.remat.policy == "none" and not (scanned and runtime.layout.gathers):
         return block
-    policy = _POLICIES.get(runtime.remat.policy, _keeps_all_but_weights)
-    return nn.remat(block, policy=policy, prevent_cse=not scanned)
+    return nn.remat(block, policy=_policy(runtime), prevent_cse=not scanned)
 
 
 def apply_stack(
@@ -119,8 +146,7 @@ def _pipelined(block: Any, x: Carry, inputs: tuple[Any, ...], *, num_layers: int
     plan = pipeline.plan(layout, runtime.pipeline, num_layers=num_layers, batch=batch, name=block.name)
     if runtime.remat.policy == "none" and plan.repeats == 1 and not layout.gathers:
         return pipeline.pipeline(layer, stacked, x, inputs, plan=plan, layout=layout)
-    policy = _POLICIES.get(runtime.remat.policy, _keeps_all_but_weights)
-    rematerialised = functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
+    rematerialised = functools.partial(jax.checkpoint, policy=_policy(runtime), prevent_cse=False)
     return pipeline.pipeline(layer, stacked, x, inputs, plan=plan, layout=layout, remat=rematerialised)
 
 

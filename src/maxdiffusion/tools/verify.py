@@ -57,7 +57,7 @@ class Setting:
         context: how a sequence that is cut over the mesh is attended.
         pipeline: schedule of stacked blocks over their stages.
         dtype: of activations and products; the weights are float32.
-        remat: what the backward pass recomputes.
+        remat: what the backward pass recomputes: a policy, and after a plus the activations that it saves.
         scan: whether equal blocks are stacked and scanned.
         masked: whether the text has padding, where the model takes a mask of it.
     """
@@ -175,7 +175,8 @@ def verify(
             ulysses_degree=2 if setting.context == "hybrid" else None,
             pipeline_schedule=setting.pipeline,
             dtype=setting.dtype,
-            remat_policy=setting.remat,
+            remat_policy=setting.remat.partition("+")[0],
+            remat_save=setting.remat.partition("+")[2],
             scan_layers=setting.scan,
         )
         errors = _compare(_run(tried, weights, *example(setting.masked)), alone(setting.dtype, setting.masked))
@@ -199,7 +200,8 @@ def settings(model: DiffusionModel, *, every: bool) -> list[Setting]:
         "context": ("ring", "auto", "gather", "hybrid")[: 4 if parts > 2 else 3] if parts > 1 else ("auto",),
         "pipeline": ("gpipe", "circular") if staged else ("gpipe",),
         "dtype": ("float32", "bfloat16"),
-        "remat": ("none", "minimal", "full"),
+        # Where there is no memory to offload to, the last one is `full` with named activations.
+        "remat": ("none", "minimal", "full", "offload+attention,hidden"),
         # Stages hold stacked blocks: unstacked ones would not be cut at all.
         "scan": (True,) if staged else (False, True),
         "masked": (False, True) if _mask_name(model) else (False,),

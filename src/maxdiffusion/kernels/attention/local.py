@@ -6,6 +6,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from maxdiffusion.common_types import BlockSizes
@@ -85,7 +86,7 @@ def attend(
 def _attend_fwd(
     kernel: LocalKernel, blocks: BlockSizes, precision: jax.lax.PrecisionLike, inputs: Inputs
 ) -> tuple[Array, tuple[Inputs, Result]]:
-    result = kernel.forward(inputs, blocks, precision)
+    result = checkpoint_name(kernel.forward(inputs, blocks, precision), "attention")
     return result.out, (inputs, result)
 
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxdiffusion.common_types import BlockSizes
@@ -95,7 +96,7 @@ def _forward(
 def _ring_fwd(
     ring: Ring, kernel: LocalKernel, blocks: BlockSizes, precision: jax.lax.PrecisionLike, inputs: Inputs
 ) -> tuple[Array, tuple[Inputs, Result]]:
-    result = _forward(ring, kernel, blocks, precision, inputs)
+    result = checkpoint_name(_forward(ring, kernel, blocks, precision, inputs), "attention")
     return result.out, (inputs, result)
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
@@ -247,7 +248,7 @@ def _on_device(
     def among_tokens(inputs: Inputs) -> Array:
         if kernel is None:
             assert plan.ring == 1 and inputs.mask is None
-            return cudnn_attention(inputs.q, inputs.k, inputs.v)
+            return checkpoint_name(cudnn_attention(inputs.q, inputs.k, inputs.v), "attention")
         if plan.ring == 1:
             return attend(kernel, blocks, precision, inputs)
         ring = Ring(axes=plan.axes, size=plan.ring, stride=plan.ulysses)

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from maxdiffusion.errors import UsageError
@@ -17,7 +18,7 @@ from maxdiffusion.nn.linear import Embed
 from maxdiffusion.nn.model import DiffusionModel, at_border
 from maxdiffusion.nn.norms import LayerNorm
 from maxdiffusion.nn.parameters import lead_axes, parameter, uniform
-from maxdiffusion.nn.stack import apply_stack
+from maxdiffusion.nn.stack import BLOCK_INPUT, apply_stack
 from maxdiffusion.runtime import Runtime
 
 TEXT_BLOCKS = "blocks"
@@ -51,7 +52,7 @@ class TextBlock(nn.Module, kw_only=True):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b l width"], mask: Bool[Array, "b l"]) -> Float[Array, "b l width"]:
-        runtime = self.runtime
+        runtime, x = self.runtime, checkpoint_name(x, BLOCK_INPUT)
         normed = LayerNorm(runtime=runtime, name="norm1")(x)
         x = x + Attention(num_heads=self.num_heads, runtime=runtime, name="attn")(normed, mask=mask)
         return x + FeedForward(runtime=runtime, name="ff")(LayerNorm(runtime=runtime, name="norm2")(x))
