@@ -22,8 +22,9 @@ from tests.aot import TPUS
 
 NUM_LAYERS = 2
 
-HEIGHT = {"flux-dev": 64, "sd15": 32}
-"""Of the latents: 1024 tokens, in batches of four a chip, so that not everything fits into a chip's vector memory."""
+BATCH, HEIGHT = 8, {"flux-dev": 32, "sd15": 24}
+"""Samples a chip, and the height of their latents: more than a chip's vector memory (128 MiB) takes, so that what is
+kept shows in its main memory."""
 
 _WIDE: dict[str, dict[str, Any]] = {
     # Channels that fill a TPU's tiles of 128, so that padding does not decide what a program holds.
@@ -50,7 +51,7 @@ def lower(name: str, devices: list[jax.Device]) -> jax.stages.Lowered:
     )
     shapes, names = model.abstract_params()
     params = _placed(shapes, model.layout.shardings(shapes, names))
-    inputs = model.call_shapes(4 * len(devices), height=HEIGHT[model_name], width=HEIGHT[model_name], text=128)
+    inputs = model.call_shapes(BATCH * len(devices), height=HEIGHT[model_name], width=HEIGHT[model_name], text=128)
     inputs = _placed(inputs, jax.tree.map(lambda leaf: model.layout.rows(leaf.shape[0]), inputs))
 
     def loss(params: Any, inputs: Any) -> jax.Array:
