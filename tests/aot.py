@@ -27,6 +27,7 @@ def compile_ahead(module: str, target: str, names: list[str], folder: Path, *, t
     if not any((Path(path) / plugin).is_dir() for path in (_COMPILERS, *sys.path)):
         pytest.skip(f"no compiler for {target} here ({plugin}): make aot")
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    env["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # two tests may compile at once: there is no TPU to share
     env["PYTHONPATH"] = os.pathsep.join([str(_ROOT / "src"), str(_COMPILERS), env.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", module, target, str(folder), *names]
     ran = subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True, timeout=timeout, check=False)

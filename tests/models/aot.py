@@ -20,7 +20,8 @@ from jax.sharding import Mesh
 from maxdiffusion.models.registry import lookup
 from tests.aot import TPUS
 
-NUM_LAYERS = 2
+NUM_LAYERS = {"unrolled": 2, "scanned": 16}
+"""Of each stack; scanned ones are deep, so that what is kept for each layer outweighs what one layer needs."""
 
 BATCH, HEIGHT = 8, {"flux-dev": 32, "sd15": 24}
 """Samples a chip, and the height of their latents: more than a chip's vector memory (128 MiB) takes, so that what is
@@ -28,25 +29,22 @@ kept shows in its main memory."""
 
 _WIDE: dict[str, dict[str, Any]] = {
     # Channels that fill a TPU's tiles of 128, so that padding does not decide what a program holds.
-    "flux-dev": {
-        "attention_head_dim": 32,
-        "axes_dims_rope": (8, 12, 12),
-        "num_layers": NUM_LAYERS,
-        "num_single_layers": NUM_LAYERS,
-    },
-    "sd15": {"transformer_layers_per_block": NUM_LAYERS, "block_out_channels": (128, 128), "norm_num_groups": 32},
+    "flux-dev": {"attention_head_dim": 32, "axes_dims_rope": (8, 12, 12)},
+    "sd15": {"block_out_channels": (128, 128), "norm_num_groups": 32},
 }
 
 
 def lower(name: str, devices: list[jax.Device]) -> jax.stages.Lowered:
     """The gradients of a mean square, on one chip."""
     model_name, form, policy, save, *_ = (*name.split(":"), "")
-    model = lookup(model_name).build(
+    spec = lookup(model_name)
+    model = spec.build(
         "tiny",
         mesh=Mesh(np.array(devices), ("data",)),
         scan_layers=form == "scanned",
         remat_policy=policy,
         remat_save=save,
+        **dict.fromkeys(spec.depths, NUM_LAYERS[form]),
         **_WIDE[model_name],
     )
     shapes, names = model.abstract_params()
