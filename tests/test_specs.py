@@ -27,6 +27,10 @@ from maxdiffusion.specs import AttentionSpec, PipelineSpec, QuantSpec, RematSpec
         (lambda: PipelineSpec(schedule="gpip"), "did you mean 'gpipe'"),  # type: ignore[arg-type]
         (lambda: PipelineSpec(microbatches=0), "pipeline_microbatches=0"),
         (lambda: PipelineSpec(repeats=2), 'pipeline_schedule="circular" repeats'),
+        (lambda: PipelineSpec(patches=0), "pipeline_patches=0: write a whole number, 1 or more"),
+        (lambda: PipelineSpec(patches=4, warmup_steps=0), "pipeline_warmup_steps=0: write a whole number, 1 or more"),
+        (lambda: PipelineSpec(warmup_steps=2), "pipeline_warmup_steps=2 is of no use without pipeline_patches"),
+        (lambda: PipelineSpec(patches=4, schedule="circular"), 'write pipeline_schedule="gpipe"'),
         (lambda: QuantSpec(mode="int8"), "quantization='int8' is not available yet"),
     ],
 )

@@ -221,21 +221,43 @@ class PipelineSpec:
             and microbatches go round: a smaller bubble for more moves).
         microbatches: parts of the batch; None chooses.
         repeats: rounds of the circular schedule; None for as many as leave a stage one layer a round.
+        patches: parts of the image sequence in patch pipelining, which samples approximately; None for none of it.
+        warmup_steps: exact steps before it; None for one.
+
+    Raises:
+        UsageError: a value that cannot work, or is of no use.
     """
 
     schedule: PipelineSchedule = "gpipe"
     microbatches: int | None = None
     repeats: int | None = None
+    patches: int | None = None
+    warmup_steps: int | None = None
 
     def __post_init__(self) -> None:
         _one_of(self.schedule, PipelineSchedule, "pipeline_schedule")
-        for name, value in (("pipeline_microbatches", self.microbatches), ("pipeline_repeats", self.repeats)):
+        for name, value in (
+            ("pipeline_microbatches", self.microbatches),
+            ("pipeline_repeats", self.repeats),
+            ("pipeline_patches", self.patches),
+            ("pipeline_warmup_steps", self.warmup_steps),
+        ):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"{name}={value!r}: write a whole number, 1 or more, or leave it out")
         if self.schedule == "gpipe" and (self.repeats or 1) > 1:
             raise UsageError(
                 f'pipeline_repeats={self.repeats}: only pipeline_schedule="circular" repeats; write it, or leave '
                 "pipeline_repeats out"
+            )
+        if self.patches and self.schedule != "gpipe":
+            raise UsageError(
+                f'pipeline_patches={self.patches} with pipeline_schedule="{self.schedule}": patches flow through '
+                'stages of neighbouring layers, write pipeline_schedule="gpipe", or leave pipeline_patches out'
+            )
+        if self.warmup_steps and not self.patches:
+            raise UsageError(
+                f"pipeline_warmup_steps={self.warmup_steps} is of no use without pipeline_patches: write "
+                "pipeline_patches=8, or leave it out"
             )
 
 

@@ -77,6 +77,13 @@ def test_settings_reach_the_specs() -> None:
     assert recipe.rules == (("embed", "tensor"), ("mlp", None), ("activation_batch", ("data", "fsdp")))
 
 
+def test_patches_reach_the_spec_and_an_error_names_its_key() -> None:
+    recipe = Recipe(pipeline_patches=8, pipeline_warmup_steps=2)
+    assert recipe.pipeline_spec == PipelineSpec(patches=8, warmup_steps=2)
+    with pytest.raises(UsageError, match=r"^pipeline_warmup_steps: pipeline_warmup_steps=2 is of no use"):
+        Recipe(pipeline_warmup_steps=2)
+
+
 def test_a_mesh_may_have_any_axis_names() -> None:
     recipe = Recipe(mesh_axes=("data", "model"), mesh="data=4,model=2", data_sharding=("data", None, None, None))  # type: ignore[arg-type]
     assert recipe.mesh_spec == MeshSpec(axes=("data", "model"), data=4, model=2)

@@ -80,6 +80,8 @@ def test_keywords_become_one_runtime(data_model: Mesh) -> None:
         ({"pipeline_schedule": "circlar"}, "did you mean 'circular'"),
         ({"pipeline_microbatches": 0}, "pipeline_microbatches=0: write a whole number, 1 or more"),
         ({"pipeline_repeats": 2}, 'only pipeline_schedule="circular" repeats'),
+        ({"pipeline_patches": 4}, "pipeline_patches=4: Line has no sequence that all its blocks share"),
+        ({"pipeline_warmup_steps": 4}, "pipeline_warmup_steps=4 is of no use without pipeline_patches"),
         ({"precision": "hihgest"}, "did you mean 'highest'"),
         ({"quantization": "int8"}, "quantization='int8' is not available yet"),
         ({"use_qwix_quantization": True}, "use_qwix_quantization=True is not available yet"),

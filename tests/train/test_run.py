@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 import maxdiffusion
 from maxdiffusion.config.load import load_run
+from maxdiffusion.config.schema import Recipe
 from maxdiffusion.data.png import read_text
 from maxdiffusion.errors import UsageError
 from maxdiffusion.parallel.mesh import build_mesh
@@ -46,6 +47,11 @@ def test_the_losses_fall(alone: np.ndarray) -> None:
 def test_loss_curves_are_equal_on_every_mesh(name: str, alone: np.ndarray) -> None:
     # The bound of the specification, in float32 over 20 steps.
     np.testing.assert_allclose(losses_of(make_subject(MESHES[name]()), STEPS), alone, rtol=1e-5)
+
+
+def test_patches_cannot_train() -> None:
+    with pytest.raises(UsageError, match="pipeline_patches=4 approximates steps of sampling and cannot train"):
+        train(Recipe(pipeline_patches=4))
 
 
 def test_a_run_has_everything_in_its_folder(trained: TrainResult) -> None:

@@ -223,6 +223,8 @@ class Recipe:
         pipeline_schedule: `gpipe` or `circular`.
         pipeline_microbatches: parts of the batch that flow through the stages; null chooses.
         pipeline_repeats: rounds of the circular schedule; null chooses.
+        pipeline_patches: parts of the image sequence in patch pipelining, an approximation for sampling; null for none.
+        pipeline_warmup_steps: exact steps before it; null for one.
         use_qwix_quantization: not available yet.
         quantization: not available yet.
         strict: every array that is not laid out as the rules wish is an error.
@@ -252,6 +254,8 @@ class Recipe:
     pipeline_schedule: PipelineSchedule = "gpipe"
     pipeline_microbatches: Count | None = None
     pipeline_repeats: Count | None = None
+    pipeline_patches: Count | None = None
+    pipeline_warmup_steps: Count | None = None
     use_qwix_quantization: Flag = False
     quantization: Text | None = None
     strict: Flag = False
@@ -273,7 +277,8 @@ class Recipe:
         try:
             _ = self.pipeline_spec
         except UsageError as error:
-            raise FieldError("pipeline_repeats", str(error)) from error
+            at_fault = str(error).partition("=")[0]
+            raise FieldError(at_fault, str(error)) from error
         try:
             _ = self.attention_spec
         except UsageError as error:
@@ -361,7 +366,11 @@ class Recipe:
     def pipeline_spec(self) -> PipelineSpec:
         """Schedule of stacked blocks over the stages."""
         return PipelineSpec(
-            schedule=self.pipeline_schedule, microbatches=self.pipeline_microbatches, repeats=self.pipeline_repeats
+            schedule=self.pipeline_schedule,
+            microbatches=self.pipeline_microbatches,
+            repeats=self.pipeline_repeats,
+            patches=self.pipeline_patches,
+            warmup_steps=self.pipeline_warmup_steps,
         )
 
 

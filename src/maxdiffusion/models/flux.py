@@ -81,6 +81,8 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
         axes_dims_rope: channels of a head that each axis of the position ids turns; together a head.
     """
 
+    takes_patches = True
+
     patch_size: int = 1
     in_channels: int = 64
     out_channels: int | None = None
@@ -147,6 +149,16 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
         """The same for a picture of 1024 x 1024 pixels (64 x 64 tokens) and 512 words."""
         return self.call_shapes(1, height=128, width=128, text=512)
 
+    def setup(self) -> None:
+        def embedder(reads: str) -> Dense:
+            return Dense(features=(self.width,), names=(reads, "mlp"), runtime=self.runtime)
+
+        self.x_embedder, self.context_embedder = embedder("conv_in"), embedder("cross_embed")
+        self.time_text_embed = TimeTextEmbedding(features=self.width, runtime=self.runtime)
+        self.norm_out = Modulation(num_parts=2, runtime=self.runtime)
+        features = (self.patch_size**2 * (self.out_channels or self.in_channels),)
+        self.proj_out = Dense(features=features, names=("embed", "conv_out"), runtime=self.runtime)
+
     @at_border
     @nn.compact
     def __call__(
@@ -178,22 +190,13 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
         Raises:
             UsageError: an input has the wrong shape, is missing, or is of no use to this model.
         """
-        self._check_tokens(hidden_states, encoder_hidden_states, pooled_projections, encoder_attention_mask)
+        self.check_tokens(hidden_states, encoder_hidden_states, pooled_projections, encoder_attention_mask)
         runtime, layout = self.runtime, self.layout
         batch, num_image = hidden_states.shape[:2]
-        cond = self._condition(timestep, guidance, pooled_projections)
-        turn = self._turn(txt_ids, img_ids, (batch, encoder_hidden_states.shape[1], num_image))
-        mask = self._mask(encoder_attention_mask, (batch, encoder_hidden_states.shape[1]), num_image)
-
-        def embed(x: Array, reads: str, name: str) -> Array:
-            x = constrain_tokens(layout, self._even(x)).astype(runtime.dtype)
-            x = Dense(features=(self.width,), names=(reads, "mlp"), runtime=runtime, name=name)(x)
-            return constrain_tokens(layout, x)
-
-        streams = Streams(
-            image=embed(hidden_states, "conv_in", "x_embedder"),
-            text=embed(encoder_hidden_states, "cross_embed", "context_embedder"),
-        )
+        cond = self.condition(timestep, guidance, pooled_projections)
+        turn = self.turn(txt_ids, img_ids, (batch, encoder_hidden_states.shape[1], num_image))
+        mask = self.mask(encoder_attention_mask, (batch, encoder_hidden_states.shape[1]), num_image)
+        streams = Streams(image=self.embed_image(hidden_states), text=self.embed_text(encoder_hidden_states))
         attributes = {"num_heads": self.num_attention_heads, "runtime": runtime}
         streams = apply_stack(
             DoubleBlock,
@@ -219,18 +222,40 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
             attributes=attributes,
         )
         x = constrain_tokens(layout, part(layout, x, streams.text.shape[1])[1])
-        scale, shift = Modulation(num_parts=2, runtime=runtime, name="norm_out")(cond)
-        features = (self.patch_size**2 * (self.out_channels or self.in_channels),)
-        out = Dense(features=features, names=("embed", "conv_out"), runtime=runtime, name="proj_out")
-        sample = constrain_tokens(layout, out(modulate(x, shift, scale)))
-        return Transformer2DModelOutput(sample=sample[:, :num_image])
+        return Transformer2DModelOutput(sample=self.velocity(x, cond)[:, :num_image])
 
+    def embed_image(self, x: Float[Array, "batch image in_channels"]) -> Float[Array, "batch image width"]:
+        """Image tokens as the blocks read them, filled up where the devices of a sequence need equal parts."""
+        return self._embed(self.x_embedder, x)
+
+    def embed_text(self, x: Float[Array, "batch text joint_attention_dim"]) -> Float[Array, "batch text width"]:
+        """Text tokens as the blocks read them, filled up likewise."""
+        return self._embed(self.context_embedder, x)
+
+    def _embed(self, embedder: Dense, x: Array) -> Array:
+        x = constrain_tokens(self.layout, self._even(x)).astype(self.runtime.dtype)
+        return constrain_tokens(self.layout, embedder(x))
+
+    def velocity(
+        self, x: Float[Array, "batch image width"], cond: Float[Array, "batch width"]
+    ) -> Float[Array, "batch image channels"]:
+        """What the image tokens stand for after the blocks."""
+        scale, shift = self.norm_out(cond)
+        return constrain_tokens(self.layout, self.proj_out(modulate(x, shift, scale)))
+
+    @nn.nowrap
     def _even(self, x: Array) -> Array:
         """(batch, tokens, ...) with tokens added for equal parts on the devices that share a sequence."""
         more = -x.shape[1] % self.layout.divisor("activation_length")
         return jnp.pad(x, [(0, more if dim == 1 else 0) for dim in range(x.ndim)]) if more else x
 
-    def _check_tokens(self, image: Array, text: Array, pooled: Array, mask: Array | None) -> None:
+    @nn.nowrap
+    def check_tokens(self, image: Array, text: Array, pooled: Array, mask: Array | None) -> None:
+        """Refuses inputs that do not fit the model or one another.
+
+        Raises:
+            UsageError: with the shape that this model takes.
+        """
         _check("hidden_states", image, (None, None, self.in_channels), "batch, image tokens, in_channels")
         batch, num_text = image.shape[0], None if text.ndim < 2 else text.shape[1]
         _check(
@@ -244,10 +269,14 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
                     f"encoder_attention_mask has dtype {mask.dtype}: give booleans, True for tokens to read"
                 )
 
-    def _condition(
+    def condition(
         self, timestep: Num[Array, "*batch"] | float, guidance: Num[Array, "*batch"] | float | None, pooled: Array
     ) -> Float[Array, "batch width"]:
-        """What modulates every block."""
+        """What modulates every block.
+
+        Raises:
+            UsageError: a scalar has the wrong shape, or guidance is missing or of no use.
+        """
         if self.guidance_embeds and guidance is None:
             raise UsageError("guidance is missing: this model has guidance_embeds; give a scale such as 3.5")
         if guidance is not None and not self.guidance_embeds:
@@ -262,14 +291,14 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
                 )
             return layout.constrain(jnp.broadcast_to(array, (batch,)), "activation_batch")
 
-        embedding = TimeTextEmbedding(features=self.width, runtime=self.runtime, name="time_text_embed")
-        return embedding(
+        return self.time_text_embed(
             each(timestep, "timestep"),
             None if guidance is None else each(guidance, "guidance"),
             layout.constrain(pooled, "activation_batch", "activation_embed"),
         )
 
-    def _turn(self, txt_ids: Array, img_ids: Array, sizes: tuple[int, int, int]) -> Rotation:
+    @nn.nowrap
+    def turn(self, txt_ids: Array, img_ids: Array, sizes: tuple[int, int, int]) -> Rotation:
         """The rotation of text and image tokens, in the order of `join`."""
         batch, num_text, num_image = sizes
         both = []
@@ -284,7 +313,8 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
         turn = rotation(self.layout.constrain(ids, *names), self.axes_dims_rope)
         return Rotation(*(self.layout.constrain(table, *names) for table in turn))
 
-    def _mask(
+    @nn.nowrap
+    def mask(
         self, mask: Array | None, text: tuple[int, int], num_image: int
     ) -> Bool[Array, "batch text_and_image"] | None:
         """The mask of all tokens: those of the image are never hidden, those that only fill up always are."""

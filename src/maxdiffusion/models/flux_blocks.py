@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from maxdiffusion.kernels.attention.select import attention
 from maxdiffusion.kernels.rope import Rotation, rotate
@@ -28,6 +28,10 @@ from maxdiffusion.runtime import Runtime
 
 MLP_RATIO = 4
 """Hidden units for each channel of the stream, in every published FLUX.1."""
+
+KEPT, FRESH = "kept", "fresh"
+"""Collections of an attention: turned keys and values of all patches that it reads beside its own patch, and those of
+the tokens that it is given. Without the first it reads the tokens that it is given and no others."""
 
 _TIME_FEATURES = 256
 _UNITS_A_TIME = 1000.0
@@ -66,6 +70,23 @@ def part(layout: Layout, x: Shaped[Array, "b text_and_image ..."], num_text: int
     cut = x.reshape(x.shape[0], parts, x.shape[1] // parts, *x.shape[2:])
     text, image = cut[:, :, : num_text // parts], cut[:, :, num_text // parts :]
     return text.reshape(x.shape[0], num_text, *x.shape[2:]), image.reshape(x.shape[0], -1, *x.shape[2:])
+
+
+class Keys(NamedTuple):
+    """What an attention keeps of tokens: their turned keys, and their values."""
+
+    keys: Float[Array, "..."]
+    values: Float[Array, "..."]
+
+    def replaced(self, patch: Int[Array, ""], own: Keys) -> Keys:
+        """Those of all patches (batch, patches, length, heads, dim), one patch replaced, as one sequence."""
+
+        def one(all_patches: Array, new: Array) -> Array:
+            start = (0, patch, 0, 0, 0)
+            whole = jax.lax.dynamic_update_slice(all_patches, new[:, None].astype(all_patches.dtype), start)
+            return whole.reshape(whole.shape[0], -1, *whole.shape[3:])
+
+        return Keys(one(self.keys, own.keys), one(self.values, own.values))
 
 
 class TimeTextEmbedding(nn.Module, kw_only=True):
@@ -122,12 +143,16 @@ class _Attention(nn.Module, kw_only=True):
     def attend(
         self, q: Array, k: Array, v: Array, turn: Rotation, mask: Bool[Array, "b l"] | None
     ) -> Float[Array, "b l h d"]:
-        """Attention with turned queries and keys."""
-        runtime = self.runtime
+        """Attention with turned queries and keys; see `KEPT` and `FRESH`."""
+        runtime, own = self.runtime, Keys(rotate(k, turn), v)
+        if self.is_mutable_collection(FRESH) and not self.is_initializing():
+            self.put_variable(FRESH, "own", own)
+        if self.has_variable(KEPT, "others"):
+            own = self.get_variable(KEPT, "others").replaced(self.get_variable(KEPT, "patch"), own)
         return attention(
             rotate(q, turn),
-            rotate(k, turn),
-            v,
+            own.keys,
+            own.values,
             mask=mask,
             spec=runtime.attention,
             layout=runtime.layout,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
 import flax.linen as nn
 import jax
@@ -107,6 +107,8 @@ class DiffusionModel(nn.Module, kw_only=True):
         pipeline_schedule: `gpipe` or `circular`.
         pipeline_microbatches: parts of the batch that flow through the stages; None chooses.
         pipeline_repeats: rounds of the circular schedule; None chooses.
+        pipeline_patches: parts of the image sequence in patch pipelining, an approximation for sampling; None for none.
+        pipeline_warmup_steps: exact steps before it; None for one.
         precision: of float32 products: `default`, `high`, `highest`, or None for the backend's own.
         strict: an array that is not laid out as the rules wish is an error, not a report.
         quantization: not available yet, refused by name.
@@ -115,6 +117,9 @@ class DiffusionModel(nn.Module, kw_only=True):
     Raises:
         UsageError: at construction, for a value that cannot work.
     """
+
+    takes_patches: ClassVar[bool] = False
+    """Whether patch pipelining knows how to sample from this model."""
 
     mesh: Mesh | None = None
     attention_kernel: str = "dot_product"
@@ -131,6 +136,8 @@ class DiffusionModel(nn.Module, kw_only=True):
     pipeline_schedule: str = "gpipe"
     pipeline_microbatches: int | None = None
     pipeline_repeats: int | None = None
+    pipeline_patches: int | None = None
+    pipeline_warmup_steps: int | None = None
     precision: str | jax.lax.Precision | None = None
     strict: bool = False
     quantization: str | None = None
@@ -272,6 +279,15 @@ def _fold(model: DiffusionModel) -> Runtime:
             'or use attention_kernel="dot_product"'
         )
     layout = Layout.of(model.mesh, model.logical_axis_rules, strict=model.strict)
+    if model.pipeline_patches and not type(model).takes_patches:
+        raise UsageError(
+            f"pipeline_patches={model.pipeline_patches}: {type(model).__name__} has no sequence that all its blocks "
+            "share, as patch pipelining needs: leave it out"
+        )
+    if model.pipeline_patches and not model.scan_layers:
+        raise UsageError(
+            f"pipeline_patches={model.pipeline_patches} needs stacked blocks: write scan_layers=True, or leave it out"
+        )
     stages = stage_axes(layout)
     if stages and not model.scan_layers:
         say_idle(layout, stages, "scan_layers=False stacks no blocks: write scan_layers=True")
@@ -291,5 +307,7 @@ def _fold(model: DiffusionModel) -> Runtime:
             schedule=model.pipeline_schedule,  # pyright: ignore[reportArgumentType]  the spec checks the name
             microbatches=model.pipeline_microbatches,
             repeats=model.pipeline_repeats,
+            patches=model.pipeline_patches,
+            warmup_steps=model.pipeline_warmup_steps,
         ),
     )

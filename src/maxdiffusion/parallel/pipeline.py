@@ -134,6 +134,11 @@ def stage_axes(layout: Layout) -> tuple[str, ...]:
     return () if of_activations & set(axes) else axes
 
 
+def num_stages(layout: Layout) -> int:
+    """Devices along the stage axes; 1 without any."""
+    return math.prod(layout.sizes[axis] for axis in stage_axes(layout))
+
+
 def applies(layout: Layout, *, num_layers: int, name: str) -> bool:
     """Whether a stack is pipelined: there are stages, and more than one layer.
 
@@ -193,8 +198,7 @@ def plan(layout: Layout, spec: PipelineSpec, *, num_layers: int, batch: int, nam
         batch: samples.
         name: of the stack, for the log.
     """
-    axes = stage_axes(layout)
-    stages = math.prod(layout.sizes[axis] for axis in axes)
+    axes, stages = stage_axes(layout), num_stages(layout)
     repeats = 1
     if spec.schedule == "circular":
         repeats = spec.repeats or max(1, -(-num_layers // stages))
@@ -285,7 +289,7 @@ def pipeline(
     )
     run = jax.shard_map(
         functools.partial(_stage, layer, remat, plan),
-        mesh=_mesh(layout),
+        mesh=mesh_here(layout),
         in_specs=(P(plan.axes), P(plan.axes), P(plan.axes), P(plan.axes), specs),
         out_specs=of_samples,
         axis_names={*plan.axes, *shards},
@@ -318,7 +322,7 @@ def _microbatches(x: Any, *, plan: Plan, layout: Layout) -> Array:
     if x.ndim and x.shape[0] != 1:
         (shards,) = layout.resolve("activation_batch", shape=(plan.samples,)).axes
     spec = (plan.axes, None, shards or None, *(P.UNCONSTRAINED,) * parts.ndim)[: copies.ndim]
-    return jax.lax.with_sharding_constraint(copies, NamedSharding(_mesh(layout), P(*spec)))
+    return jax.lax.with_sharding_constraint(copies, NamedSharding(mesh_here(layout), P(*spec)))
 
 
 def _manual_shards(layout: Layout, plan: Plan) -> tuple[str, ...]:
@@ -331,8 +335,8 @@ def _manual_shards(layout: Layout, plan: Plan) -> tuple[str, ...]:
     return tuple(itertools.takewhile(lambda axis: axis not in stores, shards))
 
 
-def _mesh(layout: Layout) -> Mesh | AbstractMesh:
-    """The mesh as it is here: within a `shard_map`, some of its axes are manual."""
+def mesh_here(layout: Layout) -> Mesh | AbstractMesh:
+    """The mesh of a layout as it is here: within a `shard_map`, some of its axes are manual."""
     here = jax.sharding.get_abstract_mesh()
     assert layout.mesh is not None
     return here if here.manual_axes else layout.mesh
@@ -345,6 +349,28 @@ def _joined(out: Array, *, plan: Plan) -> Array:
     return out.swapaxes(0, 1).reshape(-1, *out.shape[2:])[: plan.batch]
 
 
+def laid_out(params: Any, table: Int[np.ndarray, "stages repeats slots"]) -> Any:
+    """Parameters of a stack with one entry for each of `assignment`, for a cut of the first dimension over the stages.
+
+    Where every stage stores what it applies, nothing changes. Else the stack is stored whole on every stage, since
+    jit's arguments are cut evenly, and each takes its own.
+
+    Args:
+        params: tree of arrays whose first dimension is the layers, in order.
+        table: from `assignment`.
+    """
+    layers = _applied(table).reshape(-1)
+    if np.array_equal(layers, np.arange(table.max() + 1)):
+        return params
+    return jax.tree.map(lambda leaf: jnp.take(leaf, layers, axis=0), params)
+
+
+def _applied(table: np.ndarray) -> np.ndarray:
+    """The table with a layer in place of each identity: one that the stage has anyway is read and makes no number."""
+    own = table.max(axis=(1, 2), keepdims=True)
+    return np.where(table < 0, np.where(own < 0, table.max(), own), table)
+
+
 def _arrange(params: Any, table: np.ndarray, plan: Plan) -> tuple[Any, Any]:
     """Parameters whose first dimension is cut over the stages, and how the stages exchange them inside.
 
@@ -352,14 +378,9 @@ def _arrange(params: Any, table: np.ndarray, plan: Plan) -> tuple[Any, Any]:
     slots that a stage sends to each other one, and (stages, rounds * slots) places of what it applies among all that
     it receives.
     """
-    # Where there is the identity, the weights of a layer that the stage has anyway: they are read and make no number.
-    own = table.max(axis=(1, 2), keepdims=True)
-    layers = np.where(table < 0, np.where(own < 0, plan.num_layers - 1, own), table)
-    if plan.num_layers % plan.stages:
-        # Stored whole on every stage, since jit's arguments are cut evenly: each takes its own.
-        return jax.tree.map(lambda leaf: jnp.take(leaf, layers.reshape(-1), axis=0), params), None
-    if plan.repeats == 1:
-        return params, None
+    if plan.repeats == 1 or plan.num_layers % plan.stages:
+        return laid_out(params, table), None
+    layers = _applied(table)
     stored = plan.num_layers // plan.stages
     sent: list[list[list[int]]] = [[[] for _ in range(plan.stages)] for _ in range(plan.stages)]
     for target in range(plan.stages):

@@ -14,6 +14,7 @@ from maxdiffusion.data.batches import batches
 from maxdiffusion.data.prompts import unknown_words
 from maxdiffusion.data.source import Source
 from maxdiffusion.data.tokenizer import WordTokenizer
+from maxdiffusion.errors import UsageError
 from maxdiffusion.parallel.mesh import build_mesh, describe
 from maxdiffusion.pipelines.run_folder import METRICS, SAMPLES, TOKENIZER
 from maxdiffusion.pipelines.text_to_image import TextToImage, sampler, text_to_image_of
@@ -72,6 +73,10 @@ def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
     """
     began = time.perf_counter()
     recipe = load_recipe(recipe).recipe if isinstance(recipe, str) else recipe
+    if recipe.pipeline_patches:
+        raise UsageError(
+            f"pipeline_patches={recipe.pipeline_patches} approximates steps of sampling and cannot train: leave it out"
+        )
     reporter = Reporter()
     folder, done = open_run(recipe, resume=recipe.resume if resume is None else resume)
     mesh = build_mesh(recipe.mesh_spec)
