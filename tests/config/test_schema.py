@@ -80,7 +80,7 @@ def test_settings_reach_the_specs() -> None:
 def test_patches_reach_the_spec_and_an_error_names_its_key() -> None:
     recipe = Recipe(pipeline_patches=8, pipeline_warmup_steps=2)
     assert recipe.pipeline_spec == PipelineSpec(patches=8, warmup_steps=2)
-    with pytest.raises(UsageError, match=r"^pipeline_warmup_steps: pipeline_warmup_steps=2 is of no use"):
+    with pytest.raises(ValidationError, match=r"pipeline_warmup_steps: pipeline_warmup_steps=2 is of no use"):
         Recipe(pipeline_warmup_steps=2)
 
 

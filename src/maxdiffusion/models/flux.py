@@ -192,10 +192,10 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
         """
         self.check_tokens(hidden_states, encoder_hidden_states, pooled_projections, encoder_attention_mask)
         runtime, layout = self.runtime, self.layout
-        batch, num_image = hidden_states.shape[:2]
+        (batch, num_image), num_text = hidden_states.shape[:2], encoder_hidden_states.shape[1]
         cond = self.condition(timestep, guidance, pooled_projections)
-        turn = self.turn(txt_ids, img_ids, (batch, encoder_hidden_states.shape[1], num_image))
-        mask = self.mask(encoder_attention_mask, (batch, encoder_hidden_states.shape[1]), num_image)
+        turn = self.turn(txt_ids, img_ids, (batch, num_text, num_image))
+        mask = self.mask(encoder_attention_mask, (batch, num_text), num_image)
         streams = Streams(image=self.embed_image(hidden_states), text=self.embed_text(encoder_hidden_states))
         attributes = {"num_heads": self.num_attention_heads, "runtime": runtime}
         streams = apply_stack(

@@ -18,7 +18,17 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from maxdiffusion.errors import UsageError
 from maxdiffusion.kernels.rope import Rotation
 from maxdiffusion.models.flux import DOUBLE_BLOCKS, SINGLE_BLOCKS, FlaxFluxTransformer2DModel
-from maxdiffusion.models.flux_blocks import FRESH, KEPT, DoubleBlock, Keys, SingleBlock, Streams, constrain_tokens
+from maxdiffusion.models.flux_blocks import (
+    FRESH,
+    KEPT,
+    DoubleBlock,
+    Keys,
+    SingleBlock,
+    Streams,
+    constrain_tokens,
+    join,
+    part,
+)
 from maxdiffusion.parallel import patches as pipeline
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.patches import At, Flow
@@ -64,11 +74,11 @@ def cut_of(model: FlaxFluxTransformer2DModel, num_image: int, num_text: int) -> 
         )
     equal = model.layout.divisor("activation_length")
 
-    def part(num_tokens: int) -> int:
+    def of_patch(num_tokens: int) -> int:
         length = -(-num_tokens // patches)
         return length + -length % equal
 
-    return Cut(patches, part(num_text), part(num_image))
+    return Cut(patches, of_patch(num_text), of_patch(num_image))
 
 
 def split(x: Shaped[Array, "*lead tokens _"], patches: int, length: int, axis: int = 1) -> Shaped[Array, "..."]:
@@ -141,11 +151,11 @@ def synchronous(
     Raises:
         UsageError: an input does not fit.
     """
-    prepared = _Prepared.of(model, params, x, timestep[None], cond)
+    prepared, layout = _Prepared.of(model, params, x, timestep[None], cond), model.layout
     num_image, num_text = prepared.tokens
     text = _call(model, params, cond["encoder_hidden_states"], "embed_text")
-    h = jnp.concatenate([text, _call(model, params, x, "embed_image")], axis=1)
-    after = text.shape[1]  # more than the text, where the devices of a sequence need equal parts
+    h = join(layout, text, _call(model, params, x, "embed_image"))
+    filled_text = text.shape[1]  # more than the text, where the devices of a sequence need equal parts
     shared = {
         "cond": prepared.cond,
         "turn": model.turn(cond["txt_ids"], cond["img_ids"], (x.shape[0], num_text, num_image)),
@@ -154,8 +164,11 @@ def synchronous(
 
     def layer(block: Any, shared: Any, weights: Any, kept: Keys, h: Array, at: At) -> tuple[Array, Keys]:
         variables, reads = {"params": weights}, (shared["cond"][at.step], shared["turn"], shared["mask"])
-        h, own = _applied(block, variables, h, after, reads)
-        return h, Keys(*(_by_patch(part[:, :num_text], part[:, after:][:, :num_image], prepared.cut) for part in own))
+        h, own = _applied(block, variables, h, filled_text, reads)
+        both = (part(layout, tokens, filled_text) for tokens in own)
+        return h, Keys(
+            *(_by_patch(model, text[:, :num_text], image[:, :num_image], prepared.cut) for text, image in both)
+        )
 
     filled = []
     for name, store, block in zip(_STACKS, stores, _blocks(model), strict=True):
@@ -166,9 +179,9 @@ def synchronous(
             leave=lambda shared, h, x, at: h,
         )
         whole = jax.tree.map(lambda leaf: leaf.reshape(*leaf.shape[:2], 1, -1, *leaf.shape[4:]), store)
-        (new,), (h,) = pipeline.run(flow, (params[name],), (whole,), h[None], shared, steps=1, layout=model.layout)
-        filled.append(_stored(model.layout, jax.tree.map(lambda leaf, old: leaf.reshape(old.shape), new, store)))
-    image = constrain_tokens(model.layout, h[:, after:])
+        (new,), (h,) = pipeline.run(flow, (params[name],), (whole,), h[None], shared, steps=1, layout=layout)
+        filled.append(_stored(layout, jax.tree.map(lambda leaf, old: leaf.reshape(old.shape), new, store)))
+    image = constrain_tokens(layout, part(layout, h, filled_text)[1])
     velocity = _call(model, params, image, "velocity", prepared.cond[0])
     return (filled[0], filled[1]), velocity[:, :num_image]
 
@@ -236,7 +249,7 @@ def patched_steps(
 
     def enter(shared: Any, x: Any, at: At) -> Array:
         image = _call(model, shared["outer"], _tokens(x), "embed_image")
-        return constrain_tokens(layout, jnp.concatenate([shared["text"][at.patch], image], axis=1))
+        return constrain_tokens(layout, join(layout, shared["text"][at.patch], image))
 
     def layer(block: Any, shared: Any, weights: Any, kept: Keys, h: Array, at: At) -> tuple[Array, Keys]:
         variables = {"params": weights, KEPT: {"attn": {"others": kept, "patch": at.patch}}}
@@ -244,7 +257,7 @@ def patched_steps(
         return _applied(block, variables, h, cut.text, (shared["cond"][at.step], turn, shared["mask"]))
 
     def leave(shared: Any, h: Array, x: Any, at: At) -> Any:
-        image = constrain_tokens(layout, h[:, cut.text :])
+        image = constrain_tokens(layout, part(layout, h, cut.text)[1])
         velocity = _call(model, shared["outer"], image, "velocity", shared["cond"][at.step])
         return update(x, velocity, at.step)
 
@@ -293,31 +306,40 @@ def _blocks(model: FlaxFluxTransformer2DModel) -> tuple[DoubleBlock, SingleBlock
 
 
 def _applied(block: Any, variables: Any, h: Array, num_text: int, reads: tuple[Any, ...]) -> tuple[Array, Keys]:
-    """`h`, text before image, after a block of either kind; and its own keys and values."""
+    """`h`, text and image in one, after a block of either kind; and its own keys and values."""
+    layout = block.runtime.layout
     if isinstance(block, SingleBlock):
         h, out = block.apply(variables, h, *reads, mutable=[FRESH])
     else:
-        streams = Streams(image=h[:, num_text:], text=h[:, :num_text])
+        text, image = part(layout, h, num_text)
+        streams = Streams(image=constrain_tokens(layout, image), text=constrain_tokens(layout, text))
         streams, out = block.apply(variables, streams, *reads, mutable=[FRESH])
-        h = jnp.concatenate([streams.text, streams.image], axis=1)
-    return constrain_tokens(block.runtime.layout, h), out[FRESH]["attn"]["own"]
+        h = join(layout, streams.text, streams.image)
+    own: Any = out[FRESH]["attn"]["own"]
+    return constrain_tokens(layout, h), own
 
 
-def _by_patch(text: Array, image: Array, cut: Cut) -> Array:
-    """(batch, patches, tokens of a patch, ...) of what there is for each token of text and image."""
-    return jnp.concatenate([split(text, cut.patches, cut.text), split(image, cut.patches, cut.image)], axis=2)
+def _by_patch(model: FlaxFluxTransformer2DModel, text: Array, image: Array, cut: Cut) -> Array:
+    """(batch, patches, tokens of a patch, ...) of what there is for each token of text and image; each is a `join`."""
+    parts = split(text, cut.patches, cut.text), split(image, cut.patches, cut.image)
+    flat = join(model.layout, *(x.reshape(-1, *x.shape[2:]) for x in parts))
+    return flat.reshape(*parts[0].shape[:2], *flat.shape[1:])
 
 
 def _turn(model: FlaxFluxTransformer2DModel, cond: Cond, prepared: _Prepared) -> Rotation:
     """The rotation of each patch, (batch or 1, patches, tokens of a patch, pairs)."""
-    cut, ids = prepared.cut, []
-    for name, length in (("txt_ids", cut.text), ("img_ids", cut.image)):
-        axis = cond[name].ndim - 2
-        parts = split(cond[name], cut.patches, length, axis)
-        ids.append(parts.reshape(*parts.shape[:axis], cut.patches * length, parts.shape[-1]))
+    cut = prepared.cut
     num_text, num_image = cut.patches * cut.text, cut.patches * cut.image
-    turn = model.turn(*ids, (prepared.batch, num_text, num_image))
-    return Rotation(*(_by_patch(part[:, :num_text], part[:, num_text:], cut) for part in turn))
+
+    def filled(ids: Array, num_tokens: int) -> Array:
+        axis = ids.ndim - 2
+        parts = split(ids, 1, num_tokens, axis)
+        return jnp.squeeze(parts, axis)
+
+    turn = model.turn(
+        filled(cond["txt_ids"], num_text), filled(cond["img_ids"], num_image), (prepared.batch, num_text, num_image)
+    )
+    return Rotation(*(_by_patch(model, *part(model.layout, table, num_text), cut) for table in turn))
 
 
 def _mask(model: FlaxFluxTransformer2DModel, cond: Cond, prepared: _Prepared) -> Bool[Array, "batch keys"] | None:
@@ -326,7 +348,7 @@ def _mask(model: FlaxFluxTransformer2DModel, cond: Cond, prepared: _Prepared) ->
     if mask is None and (cut.text * cut.patches, cut.image * cut.patches) == (num_text, num_image):
         return None
     text = jnp.ones((prepared.batch, num_text), bool) if mask is None else mask
-    keys = _by_patch(text, jnp.ones((prepared.batch, num_image), bool), cut).reshape(prepared.batch, -1)
+    keys = _by_patch(model, text, jnp.ones((prepared.batch, num_image), bool), cut).reshape(prepared.batch, -1)
     return model.layout.constrain(keys, "activation_batch", "activation_kv_length")
 
 
