@@ -253,7 +253,7 @@ def patched_steps(
 
     def layer(block: Any, shared: Any, weights: Any, kept: Keys, h: Array, at: At) -> tuple[Array, Keys]:
         variables = {"params": weights, KEPT: {"attn": {"others": kept, "patch": at.patch}}}
-        turn = Rotation(*(part[:, at.patch] for part in shared["turn"]))
+        turn = Rotation(*(table[:, at.patch] for table in shared["turn"]))
         return _applied(block, variables, h, cut.text, (shared["cond"][at.step], turn, shared["mask"]))
 
     def leave(shared: Any, h: Array, x: Any, at: At) -> Any:
