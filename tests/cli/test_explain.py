@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from maxdiffusion.cli.explain import LARGEST, _attentions, _cells, _telling
+from maxdiffusion.cli.explain import LARGEST, _attentions, _cells, _convolutions, _telling
 from maxdiffusion.cli.main import main
 from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.parallel.report import Report, Row
-from maxdiffusion.tools.explain import AttentionRow
+from maxdiffusion.tools.explain import AttentionRow, ConvolutionRow
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,7 @@ def test_json_holds_totals_and_every_row(capsys: pytest.CaptureFixture[str]) -> 
     assert sum(row["bytes"] for row in found["rows"]) == found["bytes"] == 4 * found["parameters"]
     assert found["share_per_device"] <= 0.135  # ideal 0.125
     assert len(found["attention"]) == 32
+    assert found["convolutions"] == []  # no rule cuts rows over fsdp
     assert (found["attention"][0]["kernel"], found["attention"][0]["context"]) == ("dot_product", "local")
 
 
@@ -90,4 +91,26 @@ def test_equal_attentions_are_one_line() -> None:
     assert _attentions(rows) == [
         ("block_0", "2", "64", "64", "4", "flash_cpu", "16 x 32", "ring", "first"),
         ("block_2", "1", "64", "64", "4", "flash_cpu", "16 x 32", "ring", "other"),
+    ]
+
+
+def test_equal_convolutions_are_one_line() -> None:
+    rows = [
+        ConvolutionRow(
+            module=f"conv_{index}",
+            feature_map=(1, 16, 8, 4),
+            features=4,
+            size=3,
+            stride=1 + index // 2,
+            axes=("context",),
+            rows=4,
+            above=1,
+            below=1,
+            reason="cut",
+        )
+        for index in range(3)
+    ]
+    assert _convolutions(rows) == [
+        ("conv_0", "2", "16", "8", "3", "1", "4", "cut"),
+        ("conv_2", "1", "16", "8", "3", "2", "4", "cut"),
     ]

@@ -13,8 +13,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiffusion.errors import LayoutWarning
+from maxdiffusion.kernels.halo import padded_rows
 from maxdiffusion.models import FlaxUNet2DConditionModel
 from maxdiffusion.models.registry import lookup
+from maxdiffusion.tools.traffic import traffic
 
 # Eight devices add float32 sums of up to 2304 terms in another order than one does; a gradient passes through some 40
 # layers. The limit is the one that the loss curves of training have to keep.
@@ -28,7 +30,12 @@ MESHES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "data=8": (("data",), (8,)),
     "fsdp=8": (("fsdp",), (8,)),
     "fsdp=2,context=2,tensor=2": (("fsdp", "context", "tensor"), (2, 2, 2)),
+    "data=2,context=4": (("data", "context"), (2, 4)),
+    "cfg=2,context=4": (("cfg", "context"), (2, 4)),
+    "data=2,space=4": (("data", "space"), (2, 4)),
 }
+RULES = {"data=2,space=4": (("activation_height", "space"), ("activation_length", "space"))}
+"""What the default table does not know of a mesh."""
 FURTHER_MESHES = {"tensor=8": (("tensor",), (8,))}
 
 
@@ -68,8 +75,8 @@ def distance(a: Any, b: Any) -> float:
     return float(np.abs(a - b).max() / np.abs(b).max())
 
 
-def loss_of(model: FlaxUNet2DConditionModel) -> Callable[[Any], Any]:
-    inputs = call()
+def loss_of(model: FlaxUNet2DConditionModel, inputs: Any = None) -> Callable[[Any], Any]:
+    inputs = inputs or call()
     target = jnp.roll(inputs["sample"], 1, axis=3)
 
     def loss(params: Any) -> tuple[jax.Array, jax.Array]:
@@ -97,7 +104,7 @@ def test_values_and_gradients_are_those_of_one_device(
     name: str, devices: np.ndarray, single: tuple[Any, Any, Any]
 ) -> None:
     loss, out, grads = single
-    model = small(mesh=make_mesh(devices, name))
+    model = small(mesh=make_mesh(devices, name), logical_axis_rules=RULES.get(name))
     params = model.init_weights(jax.random.key(0))
     (our_loss, our_out), our_grads = run(loss_of(model), params)
     assert distance(our_loss, loss) <= TOLERANCE
@@ -180,11 +187,52 @@ def test_a_batch_that_does_not_divide_is_reported(data_model: Mesh) -> None:
 
 
 @pytest.mark.slow  # every model of the registry takes Explicit arrays in `test_registry`
-def test_latents_may_live_on_an_explicit_mesh(devices: np.ndarray, whole: tuple[Any, Any]) -> None:
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,), devices=devices)
+@pytest.mark.parametrize(("axes", "shape"), [(("data",), (8,)), (("data", "context"), (2, 4))], ids=str)
+def test_latents_may_live_on_an_explicit_mesh(
+    axes: tuple[str, ...], shape: tuple[int, ...], devices: np.ndarray, whole: tuple[Any, Any]
+) -> None:
+    mesh = jax.make_mesh(shape, axes, axis_types=(AxisType.Explicit,) * len(axes), devices=devices)
     model = lookup("sdxl").build("tiny", mesh=mesh, precision="highest")
     params, inputs = model.init_weights(jax.random.key(0)), call()
     inputs["sample"] = jax.device_put(inputs["sample"], NamedSharding(mesh, P("data")))
     out = run(lambda p, x: model.apply({"params": p}, **x).sample, params, inputs)
     assert distance(out, whole[1]) <= TOLERANCE
     assert out.sharding.spec[0] == "data"
+
+
+@pytest.mark.parametrize("height", [9, *(pytest.param(height, marks=SLOW) for height in (4, 5, 6, 7, 22))])
+def test_rows_that_do_not_divide_are_padded_and_never_seen(height: int, devices: np.ndarray) -> None:
+    """Two levels over four devices: 9 rows and then 5 are padded to 16 and 8, two of them a device."""
+    inputs = call(batch=2)
+    inputs["sample"] = jax.random.normal(jax.random.key(height), (2, 4, height, 8))
+    alone, ours = small(), small(mesh=make_mesh(devices, "data=2,context=4"), strict=True)
+    assert padded_rows(height, 2, ours.layout) % 8 == 0 and padded_rows(height, 2, ours.layout) > height
+    params = alone.init_weights(jax.random.key(0))
+    (loss, out), grads = run(loss_of(alone, inputs), params)
+    (our_loss, our_out), our_grads = run(loss_of(ours, inputs), jax.device_get(params))
+    assert our_out.shape == out.shape
+    assert distance(our_loss, loss) <= TOLERANCE and distance(our_out, out) <= TOLERANCE
+    worst = jax.tree.map(distance, our_grads, grads)
+    assert max(jax.tree.leaves(worst)) <= TOLERANCE, worst
+
+
+def test_rows_over_context_move_borders_only_and_share_the_memory(devices: np.ndarray) -> None:
+    """Forward: permutes of border rows, sums of the norms' statistics, the all-to-alls of attention; no gather."""
+    shapes = jax.eval_shape(lambda: call(batch=2, size=32))
+
+    def compiled(model: FlaxUNet2DConditionModel) -> Any:
+        params = model.abstract_params()[0]
+        return jax.jit(lambda p, x: model.apply({"params": p}, **x).sample).lower(params, shapes).compile()
+
+    flash = {"attention_kernel": "flash", "flash_min_seq_length": 64}
+    mesh = Mesh(devices[:4], ("context",))
+    ours = compiled(small(mesh=mesh, **flash))
+    moved = traffic(ours.as_text(), mesh)
+    # The widest feature map has 32 x 32 positions of 96 channels (a skip beside its level): at most a row of it moves.
+    row = 2 * 32 * 96 * 4
+    assert moved.count("all-gather") == 0, moved.table()
+    assert moved.count("collective-permute", above=row) == 0 < moved.count("collective-permute"), moved.table()
+    assert moved.count("all-reduce", above=2 * 8 * 4) == 0, moved.table()  # batch x groups
+    alone = compiled(small(mesh=Mesh(devices[:1], ("context",)), **flash))
+    # A quarter of every activation, and beside it gathered weights, borders and sums, of which a small model has many.
+    assert ours.memory_analysis().temp_size_in_bytes <= 0.4 * alone.memory_analysis().temp_size_in_bytes

@@ -68,3 +68,18 @@ def test_rms_norm_matches_float64_in_a_bfloat16_model() -> None:
     exact = wide / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + 1e-6) * scale
     # One rounding to 8 bits at the end.
     np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=2**-8)
+
+
+def test_padding_rows_count_for_nothing() -> None:
+    """Three rows of five, the others far off: the numbers of the three alone, and no gradient of the rest."""
+    x = jax.random.normal(jax.random.key(1), SHAPE).at[:, 3:].set(1e3)
+    whole, part = (GroupNorm(num_groups=4, runtime=Runtime(), filled=filled) for filled in (None, 3))
+    params = nn.unbox(whole.init(jax.random.key(0), x))
+
+    def total(layer: GroupNorm, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(layer.apply(params, x)[:, :3]))
+
+    np.testing.assert_allclose(part.apply(params, x)[:, :3], whole.apply(params, x[:, :3]), rtol=1e-5, atol=1e-5)
+    ours, theirs = jax.grad(lambda x: total(part, x))(x), jax.grad(lambda x: total(whole, x))(x[:, :3])
+    np.testing.assert_allclose(ours[:, :3], theirs, rtol=1e-4, atol=1e-5)  # differences of float32 sums
+    np.testing.assert_array_equal(ours[:, 3:], 0)

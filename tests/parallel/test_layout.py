@@ -225,6 +225,21 @@ def test_local_runs_each_part_alone(data_model):
     np.testing.assert_array_equal(out, 2 * x)
 
 
+def test_local_cuts_only_where_the_result_can_be_cut_too(data_model):
+    """Four rows a device along `data` become one of two: the result, and so the argument, is whole there."""
+    rules = [("activation_height", ("model", "data")), ("activation_batch", None)]
+    layout, names, seen = Layout.of(data_model, rules), ("activation_batch", "activation_height"), []
+
+    def halve(x):
+        seen.append(x.shape)
+        return x[:, ::4]
+
+    x = jnp.arange(16.0).reshape(2, 8)
+    out = jax.jit(layout.local(halve, [names], names, out_shape=(2, 2)))(x)
+    assert seen == [(2, 4)]  # over model=2 alone, though 8 divides by model x data as well
+    np.testing.assert_array_equal(out, x[:, ::4])
+
+
 def test_context_gives_flax_constraints_mesh_and_rules(data_model):
     traces = []
 

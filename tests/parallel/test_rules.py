@@ -130,8 +130,8 @@ def test_users_rules_come_first_and_defaults_fill():
         ([("activation_btach", "data")], "did you mean 'activation_batch'"),
         ([("heads", "modle")], "did you mean 'model'"),
         ([("heads", ("data", "data"))], "names a mesh axis twice"),
-        ([("activation_height", "data")], "cannot be cut in height or width yet"),
-        ([("activation_width", ("data", "model"))], "cannot be cut in height or width yet"),
+        ([("activation_width", "data")], "exchange border rows, not columns: cut the rows instead"),
+        ([("activation_width", ("data", "model"))], r"\('activation_height', \('data', 'model'\)\)"),
         (["heads"], "is no pair"),
         ([("heads", "model", "data")], "is no pair"),
     ],
@@ -144,6 +144,15 @@ def test_wrong_rules_are_refused_with_the_nearest_name(rules, message):
 def test_unknown_preset_names_the_nearest():
     with pytest.raises(RuleError, match="did you mean 'fsdp_tp'"):
         complete("fsdptp", None)
+
+
+def test_rows_of_feature_maps_are_cut_where_the_mesh_has_a_context():
+    names = ("activation_batch", "activation_height", "activation_width", "activation_channels")
+    for rules in (DEFAULT_RULES, PRESETS["context"]):
+        assert resolve(names, rules, {"data": 2, "context": 4}).axes == (("data",), ("context",), (), ())
+        assert resolve(names, rules, {"data": 8}).axes == (("data",), (), (), ())
+    own = complete([("activation_height", ("rings", "swaps")), ("activation_width", None)], ("rings", "swaps"))
+    assert resolve(names, own, {"rings": 2, "swaps": 2}).axes == ((), ("rings", "swaps"), (), ())
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -9,7 +9,7 @@ from maxdiffusion.models.registry import lookup
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.mesh import abstract_mesh
 from maxdiffusion.specs import AttentionSpec, MeshSpec
-from maxdiffusion.tools.explain import explain, explain_attention
+from maxdiffusion.tools.explain import explain, explain_attention, explain_convolutions
 
 
 @pytest.fixture(scope="module", params=["sdxl", "sd15", "flux-dev"])
@@ -81,3 +81,16 @@ def test_the_kernel_is_that_of_the_platform_that_is_asked_about(platform: str, k
     flash = AttentionSpec(kernel="flash", flash_min_seq_length=0)
     rows = explain_attention("pictures", mesh=MeshSpec(data=8), attention=flash, platform=platform, dtype="bfloat16")
     assert {row.kernel for row in rows if row.block_sizes} == {kernel}
+
+
+def test_every_convolution_says_which_rows_move():
+    """Latents of 64 x 64: 64, 32, 16 and 8 rows divide by 8."""
+    rows = explain_convolutions("sd15", mesh=MeshSpec(context=8))
+    first, halving = rows[0], next(row for row in rows if row.stride == 2)
+    assert (first.module, first.feature_map, first.axes) == ("conv_in", (1, 64, 64, 4), ("context",))
+    assert (first.rows, first.above, first.below) == (8, 1, 1)
+    assert (halving.rows, halving.above, halving.below) == (8, 1, 0)
+    assert {row.axes for row in rows} == {("context",)}
+    padded = explain_convolutions("sd21", mesh=MeshSpec(context=8))  # of 96, 48, 24 and 12 the last does not divide
+    assert padded[0].feature_map[1] == 128 and all(row.axes == ("context",) for row in padded)
+    assert explain_convolutions("sd15", mesh=MeshSpec(fsdp=8)) == ()

@@ -11,7 +11,7 @@ from maxdiffusion.cli.options import Json
 
 if TYPE_CHECKING:
     from maxdiffusion.parallel.report import Report, Row
-    from maxdiffusion.tools.explain import AttentionRow
+    from maxdiffusion.tools.explain import AttentionRow, ConvolutionRow
 
 LARGEST = 20
 """Rows shown without `--all`, besides those that are not laid out as the rules wish."""
@@ -39,8 +39,8 @@ def explain(  # noqa: PLR0913  (an argument is an option of the command line)
     every: Annotated[bool, typer.Option("--all", help="Show every parameter.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show where each parameter lives on a mesh, its bytes on each device, why any is not sharded, and what the
-    attentions run and exchange.
+    """Show where each parameter lives on a mesh, its bytes on each device, why any is not sharded, what the attentions
+    run and exchange, and how the rows of feature maps are cut.
 
     Makes no weights and needs no devices.
     """
@@ -62,20 +62,22 @@ def explain(  # noqa: PLR0913  (an argument is an option of the command line)
     asked = AttentionSpec(kernel=kernel, context=context)  # pyright: ignore[reportArgumentType]  it checks the names
     from maxdiffusion.nn.model import float_dtype
     from maxdiffusion.tools.explain import explain as run
-    from maxdiffusion.tools.explain import explain_attention
+    from maxdiffusion.tools.explain import explain_attention, explain_convolutions
 
     with output.reserved():
         report = run(model, mesh=spec, rules=rules, strict=strict)
         attention = explain_attention(
             model, mesh=spec, rules=rules, attention=asked, platform=platform, dtype=float_dtype(dtype, "--dtype")
         )
+        convolutions = explain_convolutions(model, mesh=spec, rules=rules)
     shape = {axis: size for axis, size in spec.shape().items() if size > 1}
     sizes = ",".join(f"{axis}={size}" for axis, size in shape.items()) or "data=1"
     if as_json:
         totals = {
             name: getattr(report, name) for name in ("parameters", "bytes", "bytes_per_device", "share_per_device")
         }
-        output.show_json({"model": model, "mesh": sizes, **totals, "rows": report.rows, "attention": attention})
+        calls = {"attention": attention, "convolutions": convolutions}
+        output.show_json({"model": model, "mesh": sizes, **totals, "rows": report.rows, **calls})
         return
     rows = report.rows if every else _telling(report)
     output.show_table(["parameter", "shape", "logical names", "spec", "MB per device", "why"], map(_cells, rows))
@@ -85,6 +87,9 @@ def explain(  # noqa: PLR0913  (an argument is an option of the command line)
         )
     columns = ["attention", "calls", "queries", "keys", "heads", "kernel", "tiles", "context", "why"]
     output.show_table(columns, _attentions(attention))
+    if convolutions:
+        columns = ["convolution", "calls", "height", "width", "kernel", "stride", "rows of a device", "why"]
+        output.show_table(columns, _convolutions(convolutions))
     typer.echo(
         f"{model} on {sizes}: {report.parameters:,} parameters, {report.bytes / 1e6:,.1f} MB, "
         f"{report.bytes_per_device / 1e6:,.1f} MB on each device ({report.share_per_device:.1%})"
@@ -115,4 +120,16 @@ def _attentions(rows: Sequence[AttentionRow]) -> list[tuple[str, ...]]:
         tiles = f"{row.block_sizes.block_q} x {row.block_sizes.block_k}" if row.block_sizes else "-"
         sizes = (str(size) for size in (count, row.queries[1], row.keys[1], row.queries[2]))
         lines.append((row.module, *sizes, row.kernel, tiles, row.context, row.reason))
+    return lines
+
+
+def _convolutions(rows: Sequence[ConvolutionRow]) -> list[tuple[str, ...]]:
+    """A line for each kind of convolution: the first one, how many there are, and how its rows are cut."""
+    kinds: dict[tuple[object, ...], list[ConvolutionRow]] = {}
+    for row in rows:
+        kinds.setdefault((row.feature_map[1:3], row.size, row.stride, row.reason), []).append(row)
+    lines = []
+    for row, count in ((same[0], len(same)) for same in kinds.values()):
+        sizes = (str(size) for size in (count, *row.feature_map[1:3], row.size, row.stride, row.rows))
+        lines.append((row.module, *sizes, row.reason))
     return lines

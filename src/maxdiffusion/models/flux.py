@@ -28,6 +28,7 @@ from maxdiffusion.nn.linear import Dense
 from maxdiffusion.nn.model import DiffusionModel, at_border
 from maxdiffusion.nn.modulation import Modulation, modulate
 from maxdiffusion.nn.stack import apply_stack
+from maxdiffusion.parallel.layout import Layout
 
 DOUBLE_BLOCKS, SINGLE_BLOCKS = "transformer_blocks", "single_transformer_blocks"
 """Names of the two stacks of equal blocks, the ones that `scan_layers` scans."""
@@ -145,7 +146,7 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
         }
         return inputs | ({"guidance": array()} if self.guidance_embeds else {})
 
-    def usual_inputs(self) -> dict[str, Any]:
+    def usual_inputs(self, layout: Layout | None = None) -> dict[str, Any]:
         """The same for a picture of 1024 x 1024 pixels (64 x 64 tokens) and 512 words."""
         return self.call_shapes(1, height=128, width=128, text=512)
 

@@ -13,10 +13,12 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from maxdiffusion.errors import UsageError
+from maxdiffusion.kernels.halo import padded_rows
 from maxdiffusion.models.spec import ModelSpec
 from maxdiffusion.models.text.transformer import TextOutput, TextTransformer
 from maxdiffusion.models.unet import FlaxUNet2DConditionModel
 from maxdiffusion.nn.model import DiffusionModel, at_border
+from maxdiffusion.parallel.layout import Layout
 
 
 class Pictures(DiffusionModel, kw_only=True):
@@ -136,9 +138,10 @@ class Pictures(DiffusionModel, kw_only=True):
             "mask": jax.ShapeDtypeStruct((batch, min(text, self.max_length)), jnp.bool_),
         }
 
-    def usual_inputs(self) -> dict[str, Any]:
+    def usual_inputs(self, layout: Layout | None = None) -> dict[str, Any]:
         """The same for a picture of `image_size`."""
-        return self.call_shapes(1, height=self.image_size, width=self.image_size, text=self.max_length)
+        rows = padded_rows(self.image_size // self.fold, len(self.block_out_channels), layout or self.layout)
+        return self.call_shapes(1, height=self.fold * rows, width=self.image_size, text=self.max_length)
 
     @at_border
     def __call__(

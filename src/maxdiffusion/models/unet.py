@@ -13,6 +13,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Num
 
 from maxdiffusion.errors import UsageError
+from maxdiffusion.kernels.halo import padded_rows
 from maxdiffusion.models.unet_blocks import DownLevel, MidLevel, UpLevel, constrain_picture
 from maxdiffusion.models.unet_config import UNetKeywords, keywords_of
 from maxdiffusion.nn.activations import activation
@@ -21,6 +22,7 @@ from maxdiffusion.nn.linear import Dense, Embed
 from maxdiffusion.nn.model import DiffusionModel, at_border
 from maxdiffusion.nn.norms import GroupNorm
 from maxdiffusion.nn.timestep import TimestepEmbedding, sinusoids
+from maxdiffusion.parallel.layout import Layout
 
 Times: TypeAlias = Num[Array, "batch"] | Num[Array, ""] | int | float
 
@@ -99,10 +101,11 @@ class FlaxUNet2DConditionModel(UNetKeywords, DiffusionModel, kw_only=True):
             }
         return inputs
 
-    def usual_inputs(self) -> dict[str, Any]:
-        """The same for latents of `sample_size` (64 without one) and 77 words."""
+    def usual_inputs(self, layout: Layout | None = None) -> dict[str, Any]:
+        """The same for latents of `sample_size` (64 without one), their rows as a layout pads them, and 77 words."""
         side = self.sample_size or 64
         height, width = (side, side) if isinstance(side, int) else side
+        height = padded_rows(height, self.num_levels, layout or self.layout)
         return self.call_shapes(1, height=height, width=width, text=77)
 
     @at_border
@@ -136,36 +139,53 @@ class FlaxUNet2DConditionModel(UNetKeywords, DiffusionModel, kw_only=True):
             raise UsageError(
                 f"sample has shape {sample.shape}, but this model takes (batch, {self.in_channels}, height, width)"
             )
-        x = self._constrain_latents(sample)
+        height = sample.shape[2]
+        padded = padded_rows(height, self.num_levels, self.layout)
+        x = self._constrain_latents(jnp.pad(self.layout.enter(sample), ((0, 0), (0, 0), (0, padded - height), (0, 0))))
         text = self._text(encoder_hidden_states, sample.shape[0])
         mask = self._mask(encoder_attention_mask, text)
         time = self._time(sample.shape[0], timesteps, class_labels, added_cond_kwargs)
-        return UNet2DConditionOutput(sample=self._constrain_latents(self._levels(x, time, text, mask)))
+        filled = height if padded > height else None
+        out = self._constrain_latents(self._levels(x, time, text, mask, filled))
+        return UNet2DConditionOutput(sample=out[:, :, :height])
 
     def _constrain_latents(self, x: Array) -> Array:
         return self.layout.constrain(
             x, "activation_batch", "activation_channels", "activation_height", "activation_width"
         )
 
-    def _levels(self, x: Array, time: Array, text: Array | None, mask: Array | None) -> Array:
-        """Down, through the middle and up again; channels second outside, last inside."""
-        runtime, layout = self.runtime, self.layout
+    def _levels(self, x: Array, time: Array, text: Array | None, mask: Array | None, filled: int | None) -> Array:
+        """Down, through the middle and up again; channels second outside, last inside; `filled` rows no padding."""
+        runtime, layout, last = self.runtime, self.layout, self.num_levels - 1
+        rows = [filled and -(-filled // 2**level) for level in range(self.num_levels)]
         x = jnp.transpose(x, (0, 2, 3, 1)).astype(runtime.dtype)
         if self.center_input_sample:
             x = 2 * x - 1
-        x = Conv(features=self.block_out_channels[0], size=self.conv_in_kernel, runtime=runtime, name="conv_in")(x)
+        channels, size = self.block_out_channels[0], self.conv_in_kernel
+        x = Conv(features=channels, size=size, filled=filled, runtime=runtime, name="conv_in")(x)
         x = constrain_picture(layout, x)
         skips = [x]
         for index, config in enumerate(self.down_levels()):
-            x, new = DownLevel(config=config, runtime=runtime, name=f"down_blocks_{index}")(x, time, text, mask)
+            level = DownLevel(config=config, filled=(rows[index], None), runtime=runtime, name=f"down_blocks_{index}")
+            x, new = level(x, time, text, mask)
             skips += new
         if self.mid_level().num_resnets:
-            x = MidLevel(config=self.mid_level(), runtime=runtime, name="mid_block")(x, time, text, mask)
+            level = MidLevel(config=self.mid_level(), filled=(rows[last], None), runtime=runtime, name="mid_block")
+            x = level(x, time, text, mask)
         for index, config in enumerate(self.up_levels()):
-            x, skips = UpLevel(config=config, runtime=runtime, name=f"up_blocks_{index}")(x, skips, time, text, mask)
-        norm = GroupNorm(num_groups=self.norm_num_groups, epsilon=self.norm_eps, runtime=runtime, name="conv_norm_out")
+            of_level = (rows[last - index], rows[max(last - index - 1, 0)])
+            level = UpLevel(config=config, filled=of_level, runtime=runtime, name=f"up_blocks_{index}")
+            x, skips = level(x, skips, time, text, mask)
+        norm = GroupNorm(
+            num_groups=self.norm_num_groups,
+            epsilon=self.norm_eps,
+            filled=filled,
+            runtime=runtime,
+            name="conv_norm_out",
+        )
         x = activation(self.act_fn)(norm(x))
-        x = Conv(features=self.out_channels, size=self.conv_out_kernel, runtime=runtime, name="conv_out")(x)
+        size = self.conv_out_kernel
+        x = Conv(features=self.out_channels, size=size, filled=filled, runtime=runtime, name="conv_out")(x)
         return jnp.transpose(x, (0, 3, 1, 2))
 
     def _mask(self, mask: Array | None, text: Array | None) -> Array | None:

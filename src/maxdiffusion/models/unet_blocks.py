@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
+from maxdiffusion.kernels.halo import PICTURE
 from maxdiffusion.models.unet_config import BlockConfig
 from maxdiffusion.nn.activations import activation
 from maxdiffusion.nn.attention import Attention
@@ -24,7 +26,7 @@ TRANSFORMER_BLOCKS = "transformer_blocks"
 
 def constrain_picture(layout: Layout, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
     """`x` laid out by the names of pictures, channels last."""
-    return layout.constrain(x, "activation_batch", "activation_height", "activation_width", "activation_channels")
+    return layout.constrain(x, *PICTURE)
 
 
 class ResnetBlock(nn.Module, kw_only=True):
@@ -34,22 +36,27 @@ class ResnetBlock(nn.Module, kw_only=True):
         channels: of the result.
         config: the level.
         runtime: how the model runs.
+        filled: rows that are no padding; None for all.
     """
 
     channels: int
     config: BlockConfig
     runtime: Runtime
+    filled: int | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "b h w c"], time: Float[Array, "b t"]) -> Float[Array, "b h w channels"]:
-        config, runtime, x = self.config, self.runtime, checkpoint_name(x, BLOCK_INPUT)
+        config, runtime, filled = self.config, self.runtime, self.filled
+        x = checkpoint_name(x, BLOCK_INPUT)
         act = activation(config.act_fn)
 
         def norm(name: str) -> GroupNorm:
-            return GroupNorm(num_groups=config.num_groups, epsilon=config.epsilon, runtime=runtime, name=name)
+            return GroupNorm(
+                num_groups=config.num_groups, epsilon=config.epsilon, filled=filled, runtime=runtime, name=name
+            )
 
         def conv(name: str, size: int = 3) -> Conv:
-            return Conv(features=self.channels, size=size, runtime=runtime, name=name)
+            return Conv(features=self.channels, size=size, filled=filled, runtime=runtime, name=name)
 
         projection = Dense(
             features=((1 + config.scale_shift) * self.channels,),
@@ -77,10 +84,12 @@ class TransformerBlock(nn.Module, kw_only=True):
     Attributes:
         config: the level.
         runtime: how the model runs.
+        filled: positions that are no padding, the others behind them; None for all.
     """
 
     config: BlockConfig
     runtime: Runtime
+    filled: int | None = None
 
     @nn.compact
     def __call__(
@@ -93,9 +102,16 @@ class TransformerBlock(nn.Module, kw_only=True):
 
         normed = LayerNorm(runtime=runtime, name="norm1")(x)
         # The original masks only the second attention, even where the first one reads the text too.
-        x = x + attend("attn1")(normed, text if self.config.only_cross else None)
+        first = (text, None) if self.config.only_cross else (None, self._seen(x))
+        x = x + attend("attn1")(normed, *first)
         x = x + attend("attn2")(LayerNorm(runtime=runtime, name="norm2")(x), text, mask)
         return x + FeedForward(runtime=runtime, name="ff")(LayerNorm(runtime=runtime, name="norm3")(x))
+
+    def _seen(self, x: Float[Array, "b l c"]) -> Bool[Array, "b l"] | None:
+        """True for positions that are no padding; None where all are."""
+        if self.filled is None:
+            return None
+        return jax.lax.broadcasted_iota(jnp.int32, x.shape[:2], 1) < self.filled
 
 
 class SpatialTransformer(nn.Module, kw_only=True):
@@ -104,10 +120,12 @@ class SpatialTransformer(nn.Module, kw_only=True):
     Attributes:
         config: the level.
         runtime: how the model runs.
+        filled: rows that are no padding; None for all.
     """
 
     config: BlockConfig
     runtime: Runtime
+    filled: int | None = None
 
     @nn.compact
     def __call__(
@@ -115,7 +133,8 @@ class SpatialTransformer(nn.Module, kw_only=True):
     ) -> Float[Array, "b h w c"]:
         config, runtime = self.config, self.runtime
         batch, height, width, channels = x.shape
-        h = GroupNorm(num_groups=config.num_groups, epsilon=1e-6, runtime=runtime, name="norm")(x)
+        norm = GroupNorm(num_groups=config.num_groups, epsilon=1e-6, filled=self.filled, runtime=runtime, name="norm")
+        h = norm(x)
         h = h.reshape(batch, height * width, channels)
         h = Dense(features=(channels,), names=("conv_in", "embed"), runtime=runtime, name="proj_in")(h)
         h = runtime.layout.constrain(h, "activation_batch", "activation_length", "activation_embed")
@@ -127,7 +146,7 @@ class SpatialTransformer(nn.Module, kw_only=True):
             num_layers=config.num_transformers,
             name=TRANSFORMER_BLOCKS,
             runtime=runtime,
-            attributes={"config": config, "runtime": runtime},
+            attributes={"config": config, "runtime": runtime, "filled": self.filled and self.filled * width},
         )
         h = Dense(features=(channels,), names=("embed", "conv_out"), runtime=runtime, name="proj_out")(h)
         return constrain_picture(runtime.layout, x + h.reshape(x.shape))
@@ -138,13 +157,15 @@ class Downsample(nn.Module, kw_only=True):
 
     Attributes:
         runtime: how the model runs.
+        filled: rows that are no padding, before; None for all.
     """
 
     runtime: Runtime
+    filled: int | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c"]:
-        x = Conv(features=x.shape[-1], stride=2, runtime=self.runtime, name="conv")(x)
+        x = Conv(features=x.shape[-1], stride=2, filled=self.filled, runtime=self.runtime, name="conv")(x)
         return constrain_picture(self.runtime.layout, x)
 
 
@@ -153,16 +174,19 @@ class Upsample(nn.Module, kw_only=True):
 
     Attributes:
         runtime: how the model runs.
+        filled: rows that are no padding, afterwards; None for all.
     """
 
     runtime: Runtime
+    filled: int | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "b h w c"], size: tuple[int, int]) -> Float[Array, "b h2 w2 c"]:
         batch, height, width, channels = x.shape
         x = jnp.broadcast_to(x[:, :, None, :, None, :], (batch, height, 2, width, 2, channels))
         x = x.reshape(batch, 2 * height, 2 * width, channels)[:, : size[0], : size[1]]
-        x = Conv(features=channels, runtime=self.runtime, name="conv")(constrain_picture(self.runtime.layout, x))
+        conv = Conv(features=channels, filled=self.filled, runtime=self.runtime, name="conv")
+        x = conv(constrain_picture(self.runtime.layout, x))
         return constrain_picture(self.runtime.layout, x)
 
 
@@ -172,20 +196,28 @@ class _Level(nn.Module, kw_only=True):
     Attributes:
         config: the level.
         runtime: how the model runs.
+        filled: rows that are no padding, at this level and at the one that a doubling leads to; None for all.
     """
 
     config: BlockConfig
     runtime: Runtime
+    filled: tuple[int | None, int | None] = (None, None)
 
     def resnet(self, index: int) -> ResnetBlock:
         """The residual block number `index`."""
         block = remat(ResnetBlock, self.runtime)
-        name = f"resnets_{index}"
-        return block(channels=self.config.channels, config=self.config, runtime=self.runtime, name=name)
+        return block(
+            channels=self.config.channels,
+            config=self.config,
+            filled=self.filled[0],
+            runtime=self.runtime,
+            name=f"resnets_{index}",
+        )
 
     def transformer(self, index: int) -> SpatialTransformer:
         """The spatial transformer number `index`."""
-        return SpatialTransformer(config=self.config, runtime=self.runtime, name=f"attentions_{index}")
+        name = f"attentions_{index}"
+        return SpatialTransformer(config=self.config, filled=self.filled[0], runtime=self.runtime, name=name)
 
 
 class DownLevel(_Level, kw_only=True):
@@ -206,7 +238,7 @@ class DownLevel(_Level, kw_only=True):
                 x = self.transformer(index)(x, text, mask)
             skips.append(x)
         if self.config.resample:
-            x = Downsample(runtime=self.runtime, name="downsamplers_0")(x)
+            x = Downsample(filled=self.filled[0], runtime=self.runtime, name="downsamplers_0")(x)
             skips.append(x)
         return x, skips
 
@@ -249,5 +281,6 @@ class UpLevel(_Level, kw_only=True):
                 x = self.transformer(index)(x, text, mask)
         if self.config.resample:
             height, width = skips[-1].shape[1:3]
-            x = Upsample(runtime=self.runtime, name="upsamplers_0")(x, (height, width))
+            upsample = Upsample(filled=self.filled[1], runtime=self.runtime, name="upsamplers_0")
+            x = upsample(x, (height, width))
         return x, skips

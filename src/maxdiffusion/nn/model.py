@@ -189,8 +189,12 @@ class DiffusionModel(nn.Module, kw_only=True):
         """Keyword arguments of the smallest call that makes every parameter, as `jax.ShapeDtypeStruct`s."""
         raise NotImplementedError
 
-    def usual_inputs(self) -> dict[str, Tree]:
-        """The same at the size that the model is made for, one example."""
+    def usual_inputs(self, layout: Layout | None = None) -> dict[str, Tree]:
+        """The same at the size that the model is made for, one example.
+
+        Args:
+            layout: pads what a layout of the model would pad within the call; None for the model's own.
+        """
         raise NotImplementedError
 
     def call_shapes(self, batch: int, *, height: int, width: int, text: int) -> dict[str, Tree]:

@@ -8,14 +8,30 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxdiffusion.errors import UsageError
+from maxdiffusion.kernels.halo import zeroed
 from maxdiffusion.nn.parameters import lead_axes, ones, parameter, zeros
 from maxdiffusion.runtime import Runtime
 
 
-def standardise(x: Float[Array, "..."], axes: tuple[int, ...], epsilon: float) -> Float[Array, "..."]:
-    """Mean 0 and variance 1 over `axes`, in two passes: the difference of squares loses digits."""
-    centred = x - jnp.mean(x, axes, keepdims=True)
-    return centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axes, keepdims=True) + epsilon)
+def standardise(
+    x: Float[Array, "..."], axes: tuple[int, ...], epsilon: float, *, filled: int | None = None
+) -> Float[Array, "..."]:
+    """Mean 0 and variance 1 over `axes`, in two passes: the difference of squares loses digits.
+
+    Args:
+        x: values, float32.
+        axes: dimensions to average over.
+        epsilon: added to the variance.
+        filled: elements of dimension 1 (one of `axes`) that count, from the first on; None for all.
+    """
+
+    def mean(x: Array) -> Array:
+        if filled is None:
+            return jnp.mean(x, axes, keepdims=True)
+        return jnp.mean(zeroed(x, filled), axes, keepdims=True) * (x.shape[1] / filled)
+
+    centred = x - mean(x)
+    return centred * jax.lax.rsqrt(mean(jnp.square(centred)) + epsilon)
 
 
 class _Affine(nn.Module, kw_only=True):
@@ -51,12 +67,15 @@ class GroupNorm(_Affine, kw_only=True):
 
     Attributes:
         num_groups: number of groups; divides the channels.
+        filled: rows (of the first dimension of positions) that are no padding; None for all. Padding is normalised
+            like the rest, and counts for nothing.
 
     Raises:
         UsageError: the channels do not divide into the groups.
     """
 
     num_groups: int
+    filled: int | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "batch *positions channels"]) -> Float[Array, "batch *positions channels"]:
@@ -68,7 +87,7 @@ class GroupNorm(_Affine, kw_only=True):
             )
         grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], self.num_groups, channels // self.num_groups)
         axes = (*range(1, x.ndim - 1), x.ndim)
-        return self.affine(standardise(grouped, axes, self.epsilon).reshape(x.shape))
+        return self.affine(standardise(grouped, axes, self.epsilon, filled=self.filled).reshape(x.shape))
 
 
 class RMSNorm(nn.Module, kw_only=True):

@@ -134,7 +134,7 @@ class Layout:
         Warns:
             LayoutWarning: a dimension does not divide by its mesh axes and stays whole along them.
         """
-        _check_rank(x, names)
+        _check_rank(x.shape, names)  # type: ignore[attr-defined]
         resolution = self.resolve(*names, shape=x.shape)  # type: ignore[attr-defined]
         if self.mesh is None:
             return x
@@ -155,7 +155,7 @@ class Layout:
         Raises:
             RuleError: a name is unknown, or there are too few or too many.
         """
-        _check_rank(param, names)
+        _check_rank(param.shape, names)  # type: ignore[attr-defined]
         if self.mesh is None:
             return param
         param = self.enter(param)
@@ -219,7 +219,14 @@ class Layout:
         jax.tree_util.tree_map_with_path(one, shapes, names)
         return Report(rows=tuple(rows))
 
-    def local(self, fn: Callable[..., Any], in_names: Sequence[Sequence[str | None]], out_names: Sequence[str | None]):
+    def local(
+        self,
+        fn: Callable[..., Any],
+        in_names: Sequence[Sequence[str | None]],
+        out_names: Sequence[str | None],
+        *,
+        out_shape: Sequence[int] | None = None,
+    ):
         """`fn` on each device's part of its arguments: `shard_map` by logical names.
 
         A logical axis is sharded only along the mesh axes that divide it in every argument; along the others the
@@ -229,12 +236,14 @@ class Layout:
             fn: arrays in, one array out.
             in_names: logical axes of each argument.
             out_names: logical axes of the result.
+            out_shape: its global shape; given, mesh axes must divide the result as well.
         """
 
         def run(*args: Any) -> Any:
             if self.mesh is None:
                 return fn(*args)
-            agreed = self._agreed(args, in_names)
+            known = [(arg.shape, names) for arg, names in zip(args, in_names, strict=True)]
+            agreed = self._agreed(known if out_shape is None else [*known, (tuple(out_shape), out_names)])
             # Every axis, used or not: kernels written by hand cannot be left to the partitioner along any of them.
             if not set(self.sizes) - _manual_axes() or self.num_devices == 1:
                 return fn(*args)
@@ -357,14 +366,14 @@ class Layout:
         (axes,) = rule_table.resolve(("activation_batch",), self.rules, self.sizes, shape=(number,)).axes
         return NamedSharding(self.mesh, _partition((axes,)))
 
-    def _agreed(self, args: Sequence[Any], in_names: Sequence[Sequence[str | None]]) -> dict[str, tuple[str, ...]]:
+    def _agreed(self, arrays: Sequence[tuple[tuple[int, ...], Sequence[str | None]]]) -> dict[str, tuple[str, ...]]:
+        """Mesh axes of each name: the leading ones that every array (shape, names) which carries it has for it."""
         agreed: dict[str, tuple[str, ...]] = {}
-        for arg, names in zip(args, in_names, strict=True):
-            _check_rank(arg, names)
-            axes = self.resolve(*names, shape=arg.shape).axes
-            for name, dim in zip(names, axes, strict=True):
+        for shape, names in arrays:
+            _check_rank(shape, names)
+            for name, dim in zip(names, self.resolve(*names, shape=shape).axes, strict=True):
                 if name is not None:
-                    agreed[name] = dim if agreed.get(name, dim) == dim else ()
+                    agreed[name] = _common(agreed.get(name, dim), dim)
         return agreed
 
     def _place(self, x: Any, axes: tuple[tuple[str, ...], ...]) -> Any:
@@ -426,9 +435,17 @@ def _partition(axes: tuple[tuple[str, ...], ...]) -> P:
     return P(*(dim[0] if len(dim) == 1 else dim or None for dim in axes))
 
 
-def _check_rank(x: Any, names: Sequence[str | None]) -> None:
-    if x.ndim != len(names):
-        raise RuleError(f"an array of shape {x.shape} has {x.ndim} dimensions, but {len(names)} names: {tuple(names)}")
+def _common(a: tuple[str, ...], b: tuple[str, ...]) -> tuple[str, ...]:
+    """The leading part that both share."""
+    number = next((index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return a[:number]
+
+
+def _check_rank(shape: Sequence[int], names: Sequence[str | None]) -> None:
+    if len(shape) != len(names):
+        raise RuleError(
+            f"an array of shape {tuple(shape)} has {len(shape)} dimensions, but {len(names)} names: {tuple(names)}"
+        )
 
 
 def _check_used(mesh: Mesh | AbstractMesh, rules: LogicalAxisRules, strict: bool) -> None:

@@ -41,7 +41,6 @@ LOGICAL_AXES: dict[str, str] = {
 KNOWN_MESH_AXES = (*MESH_AXES, "model")
 """Mesh axes that a rule may name even when this mesh lacks them (the rule is then skipped)."""
 
-_SPATIAL = ("activation_height", "activation_width")
 _ACTIVATIONS = tuple(name for name in LOGICAL_AXES if name.startswith("activation_"))
 
 _TENSOR: LogicalAxisRules = tuple(
@@ -53,7 +52,7 @@ _FSDP: LogicalAxisRules = tuple((name, "fsdp") for name in ("embed", "cross_embe
 _FSDP_ALONE: LogicalAxisRules = (*_FSDP, *((name, "fsdp") for name in ("conv_out", "mlp", "heads", "vocab")))
 # Guidance puts the two halves of a sample next to each other in the batch: along the last axis they part.
 _BATCH: LogicalAxisRules = (("activation_batch", ("data", "fsdp", "cfg")),)
-_CONTEXT: LogicalAxisRules = (("activation_length", "context"),)
+_CONTEXT: LogicalAxisRules = (("activation_length", "context"), ("activation_height", "context"))
 _STAGES: LogicalAxisRules = (("layers", "stage"),)
 
 
@@ -77,7 +76,7 @@ PRESETS: dict[str, LogicalAxisRules] = {
 }
 """dp: replicas, the batch over every axis. fsdp: parameters and batch over `fsdp`. tp: heads, hidden units and
 channels over `tensor`. fsdp_tp: both. hsdp: fsdp within a slice, replicas over `data` across slices.
-context: fsdp, and the sequence over `context`. All but dp: stacked layers over `stage`."""
+context: fsdp, and sequences and rows of feature maps over `context`. All but dp: stacked layers over `stage`."""
 
 STORAGE_RULES: LogicalAxisRules = tuple(
     (name, axis)
@@ -221,10 +220,10 @@ def check_rules(rules: LogicalAxisRules, mesh_axes: Iterable[str] | None) -> Log
             raise RuleError(f'rule {rule!r} is no pair: write ("logical axis", "mesh axis"), a tuple of axes, or None')
         logical, wanted = rule
         check_names((logical,))
-        if logical in _SPATIAL and axes_of(wanted):
+        if logical == "activation_width" and axes_of(wanted):
             raise RuleError(
-                f"rule ('{logical}', {wanted!r}): feature maps cannot be cut in height or width yet (the compiler then "
-                "gives wrong gradients of convolutions): leave the rule out, or shard activation_length"
+                f"rule ('{logical}', {wanted!r}): convolutions exchange border rows, not columns: cut the rows "
+                f"instead, ('activation_height', {wanted!r})"
             )
         for axis in axes_of(wanted):
             if axis not in known:

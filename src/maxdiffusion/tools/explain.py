@@ -1,4 +1,4 @@
-"""Where every parameter of a model would live on a mesh, what each attention would run, and why; without devices."""
+"""Where every parameter of a model would live, what attentions run and convolutions exchange, and why; no devices."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from jax.typing import DTypeLike
 
 from maxdiffusion.common_types import BlockSizes, LogicalAxisRules
 from maxdiffusion.kernels.attention.select import choose
+from maxdiffusion.kernels.halo import plan_bands
 from maxdiffusion.models.registry import lookup
 from maxdiffusion.nn.attention import attention_calls
+from maxdiffusion.nn.conv import conv_calls
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.mesh import abstract_mesh
 from maxdiffusion.parallel.report import Report
@@ -99,7 +101,7 @@ def explain_attention(
         return network.apply({"params": params}, **inputs)
 
     rows = []
-    for module, found in attention_calls(call, network.abstract_params()[0], network.usual_inputs()):
+    for module, found in attention_calls(call, network.abstract_params()[0], network.usual_inputs(layout)):
         queries, keys = ((layout.batch_divisor, *shape[1:]) for shape in (found.q_shape, found.k_shape))
         masks = {"full_mask": found.full_mask, "key_mask": found.key_mask}
         choice = choose(queries, keys, spec=spec, layout=layout, dtype=found.dtype, **masks)
@@ -114,6 +116,79 @@ def explain_attention(
                 ring=choice.context.ring,
                 ulysses=choice.context.ulysses,
                 reason=choice.reason,
+            )
+        )
+    return tuple(rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionRow:
+    """How one convolution of a model would lie on a mesh.
+
+    Attributes:
+        module: its path, joined by `/`.
+        feature_map: global shape (batch, height, width, channels), one batch row for each part of a batch.
+        features: channels of the result.
+        size: height and width of the kernel.
+        stride: its step.
+        axes: mesh axes that cut the rows; empty where every device has them all.
+        rows: that a device has.
+        above: rows that a device gets from the devices above.
+        below: the same from below.
+        reason: why.
+    """
+
+    module: str
+    feature_map: tuple[int, ...]
+    features: int
+    size: int
+    stride: int
+    axes: tuple[str, ...]
+    rows: int
+    above: int
+    below: int
+    reason: str
+
+
+def explain_convolutions(
+    model: str, *, mesh: MeshSpec | Mesh, rules: LogicalAxisRules | str | None = None
+) -> tuple[ConvolutionRow, ...]:
+    """How each convolution of a registry model would lie on a mesh, for inputs of the model's usual size.
+
+    Args:
+        model: registry name, such as `sdxl`.
+        mesh: sizes of the mesh axes (an axis of -1 counts as 1), or a mesh.
+        rules: rules that come before the defaults, the name of a preset, or None.
+
+    Returns:
+        A row for each; none where no rule cuts the rows of feature maps on this mesh.
+
+    Raises:
+        UsageError: the model, a mesh axis or a rule is unknown.
+    """
+    layout, network = _layout(mesh, rules, strict=False), lookup(model).build()
+    if not layout.resolve("activation_height").axes[0]:
+        return ()
+
+    def call(params: Any, inputs: Any) -> Any:
+        return network.apply({"params": params}, **inputs)
+
+    rows = []
+    for module, shape, layer in conv_calls(call, network.abstract_params()[0], network.usual_inputs(layout)):
+        shape = (layout.batch_divisor, *shape[1:])
+        bands = plan_bands(shape, layer.features, rows=layer.window, columns=layer.window, layout=layout)
+        rows.append(
+            ConvolutionRow(
+                module=module,
+                feature_map=shape,
+                features=layer.features,
+                size=layer.size,
+                stride=layer.stride,
+                axes=bands.axes,
+                rows=bands.rows,
+                above=bands.above,
+                below=bands.below,
+                reason=bands.reason,
             )
         )
     return tuple(rows)
