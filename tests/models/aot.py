@@ -23,14 +23,19 @@ from tests.aot import TPUS
 NUM_LAYERS = {"unrolled": 2, "scanned": 16}
 """Of each stack; scanned ones are deep, so that what is kept for each layer outweighs what one layer needs."""
 
-BATCH, HEIGHT = 8, {"flux-dev": 32, "sd15": 24}
+BATCH, HEIGHT = 8, {"flux-dev": 32, "sd15": 16}
 """Samples a chip, and the height of their latents: more than a chip's vector memory (128 MiB) takes, so that what is
 kept shows in its main memory."""
 
 _WIDE: dict[str, dict[str, Any]] = {
     # Channels that fill a TPU's tiles of 128, so that padding does not decide what a program holds.
     "flux-dev": {"attention_head_dim": 32, "axes_dims_rope": (8, 12, 12)},
-    "sd15": {"block_out_channels": (128, 128), "norm_num_groups": 32},
+    "sd15": {
+        "block_out_channels": (128,),
+        "down_block_types": ("CrossAttnDownBlock2D",),
+        "up_block_types": ("CrossAttnUpBlock2D",),
+        "norm_num_groups": 32,
+    },
 }
 
 
