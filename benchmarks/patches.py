@@ -143,6 +143,7 @@ def main() -> int:
     found = errors(made, patches=args.patches, steps=args.steps, warmups=warmups)
     figures = {
         "patches": args.patches,
+        "prompts": NUM_PROMPTS,
         "steps": args.steps,
         "train_steps": args.train_steps,
         "losses": made.losses,
