@@ -15,6 +15,7 @@ from maxdiffusion.cli.evaluate import evaluate
 from maxdiffusion.cli.explain import explain
 from maxdiffusion.cli.generate import generate
 from maxdiffusion.cli.recipes import recipes
+from maxdiffusion.cli.traffic import traffic
 from maxdiffusion.cli.train import train
 from maxdiffusion.cli.verify import verify
 from maxdiffusion.errors import MaxDiffusionWarning, UsageError
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _verb in (train, generate, evaluate, explain, verify, recipes):
+for _verb in (train, generate, evaluate, explain, verify, traffic, recipes):
     app.command()(_verb)
 
 

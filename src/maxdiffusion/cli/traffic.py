@@ -1,0 +1,74 @@
+"""`maxdiffusion traffic`: what a training step moves between devices, beside the textbook's bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from maxdiffusion.cli.options import Json, Mesh, VirtualDevices
+
+if TYPE_CHECKING:
+    from maxdiffusion.tools.measure import Measured
+
+
+def traffic(
+    model: Annotated[str, typer.Option("--model", metavar="NAME", help="Name of the model, such as flux-dev.")],
+    mesh: Mesh = None,
+    rules: Annotated[
+        str | None, typer.Option("--rules", metavar="PRESET", help="dp, fsdp, tp, fsdp_tp, hsdp or context.")
+    ] = None,
+    context: Annotated[
+        str, typer.Option("--context-attention", metavar="NAME", help="auto, ring, ulysses, hybrid or gather.")
+    ] = "auto",
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
+    virtual_devices: VirtualDevices = None,
+    as_json: Json = False,
+) -> None:
+    """Compile the training step of a model's tiny twin and compare what it moves with each strategy's formula.
+
+    Without --mesh, one mesh of 8 devices for each strategy. Exit status is 1 when bytes are not the formula's.
+    """
+    from typing import get_args
+
+    from maxdiffusion.cli import devices, output
+    from maxdiffusion.config.schema import ModelName, RulePreset
+    from maxdiffusion.errors import UsageError, nearest
+    from maxdiffusion.specs import MeshSpec
+
+    for option, value, valid in (("--model", model, ModelName), ("--rules", rules, RulePreset)):
+        if value is not None and value not in get_args(valid):
+            raise UsageError(f"{option} {value} is unknown: {nearest(value, get_args(valid))}")
+    spec = MeshSpec.parse(mesh) if mesh is not None else None
+    devices.make_virtual_devices(virtual_devices)
+    from maxdiffusion.tools.measure import COLUMNS, as_markdown, as_rows, as_text, measure, measure_all
+
+    keywords: dict[str, Any] = {"context_attention": context, "logical_axis_rules": rules}
+    with output.reserved():
+        if spec is None:
+            with devices.mesh_cure(MeshSpec(data=8)):
+                results = measure_all(model, on_result=_say)
+        else:
+            with devices.mesh_cure(spec):
+                results = (measure(model, mesh=spec, keywords=keywords),)
+    ok = all(result.ok for result in results)
+    if as_json:
+        output.show_json({"model": model, "ok": ok, "rows": [row for result in results for row in as_rows(result)]})
+    elif markdown:
+        typer.echo(as_markdown(results), nl=False)
+    else:
+        rows = [row for result in results for row in as_rows(result)]
+        output.show_table(
+            [column.replace("_", " ") for column in COLUMNS],
+            ([as_text(row[column]) for column in COLUMNS] for row in rows),
+        )
+    if not ok:
+        typer.echo("check failed: these bytes are not the formula's", err=True)
+        raise typer.Exit(1)
+
+
+def _say(result: Measured) -> None:
+    """A line while the others compile."""
+    typer.echo(
+        f"{result.strategy} ({result.mesh}): {'as the formula says' if result.ok else 'NOT the formula'}", err=True
+    )

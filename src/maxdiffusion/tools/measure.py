@@ -1,0 +1,265 @@
+"""What a model's training step moves on a mesh, read from the compiled program, beside the textbook's bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from maxdiffusion.models.registry import lookup
+from maxdiffusion.nn.model import DiffusionModel
+from maxdiffusion.parallel.mesh import build_mesh, describe
+from maxdiffusion.specs import MeshSpec
+from maxdiffusion.tools.budget import Exchange, budget
+from maxdiffusion.tools.traffic import Traffic, traffic
+
+SMALL = 4096
+"""Arrays of at most so many bytes count nowhere: sums of a norm's scale, of a loss, of one vector a sample."""
+
+TOLERANCE = 0.1
+"""How far the bytes of a kind of collective may be from the formula's, as a share of these."""
+
+SIZES = {"batch": 16, "height": 16, "width": 16, "text": 32}
+"""Of the call: 64 tokens of image and 32 of text in FLUX.1, which 8 devices can share."""
+
+_TWIN: Mapping[str, Mapping[str, Any]] = {"flux": {"num_attention_heads": 8}}
+"""Keywords of a family's tiny twin that let 8 devices share its heads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """One way to use 8 devices.
+
+    Attributes:
+        mesh: sizes of the mesh axes.
+        keywords: of the model.
+    """
+
+    mesh: str
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+
+
+COLUMNS = (
+    "strategy",
+    "mesh",
+    "what",
+    "collective",
+    "axes",
+    "arrays",
+    "bytes",
+    "formula_arrays",
+    "formula_bytes",
+    "ratio",
+)
+"""Of the table: keys of a row."""
+
+STRATEGIES: dict[str, Strategy] = {
+    "data": Strategy(mesh="data=8"),
+    "FSDP": Strategy(mesh="fsdp=8"),
+    "HSDP": Strategy(mesh="data=2,fsdp=4", keywords={"logical_axis_rules": "hsdp"}),
+    "tensor": Strategy(mesh="data=2,tensor=4"),
+    "ring": Strategy(mesh="data=2,context=4", keywords={"context_attention": "ring"}),
+    "Ulysses": Strategy(mesh="data=2,context=4", keywords={"context_attention": "ulysses"}),
+    "pipeline": Strategy(mesh="stage=2,data=4"),
+}
+"""The strategies that have a formula, each as small as it can be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One kind of collective along the same mesh axes.
+
+    Attributes:
+        what: what it moves, after the textbook; empty where that moves nothing.
+        kind: of collective.
+        instead_of: the textbook's kind, where the compiler uses another one.
+        axes: mesh axes, joined by `+`.
+        count: arrays of more than `SMALL` bytes that are moved in a step.
+        bytes: of these.
+        formula: bytes after the textbook, in such arrays.
+        formula_count: such arrays after the textbook.
+    """
+
+    what: str
+    kind: str
+    instead_of: str
+    axes: str
+    count: int
+    bytes: int
+    formula: int
+    formula_count: int
+
+    @property
+    def ratio(self) -> float:
+        """Bytes over the formula's."""
+        return self.bytes / self.formula if self.formula else float("inf")
+
+    @property
+    def ok(self) -> bool:
+        """Whether the bytes are the formula's, to `TOLERANCE`."""
+        return abs(self.bytes - self.formula) <= TOLERANCE * self.formula
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The traffic of one strategy.
+
+    Attributes:
+        strategy: its name; the mesh's where it has none.
+        mesh: sizes of the mesh axes.
+        rows: the most bytes first.
+    """
+
+    strategy: str
+    mesh: str
+    rows: tuple[Row, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every row is."""
+        return all(row.ok for row in self.rows)
+
+
+def twin(model: str, mesh: Mesh, keywords: Mapping[str, Any]) -> DiffusionModel:
+    """The tiny twin of a registry model that is measured, its blocks stacked.
+
+    Args:
+        model: registry name.
+        mesh: devices.
+        keywords: of the model, such as `context_attention`.
+    """
+    spec = lookup(model)
+    return spec.build("tiny", mesh=mesh, scan_layers=True, **{**_TWIN.get(spec.family, {}), **keywords})
+
+
+def lower_step(model: DiffusionModel) -> jax.stages.Lowered:
+    """Forward and backward pass of a mean square for a call of `SIZES`, gradients laid out as their parameters."""
+    shapes, names = model.abstract_params()
+    shardings = model.layout.shardings(shapes, names)
+
+    def at(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    rows = model.layout.rows(SIZES["batch"])
+    inputs = jax.tree.map(lambda leaf: at(leaf, rows), model.call_shapes(**SIZES))
+
+    def loss(params: Any, inputs: Any) -> jax.Array:
+        out = jax.tree.leaves(model.apply({"params": params}, **inputs))[0]
+        return jnp.mean(jnp.square(out.astype(jnp.float32)))
+
+    return jax.jit(jax.grad(loss), out_shardings=shardings).lower(jax.tree.map(at, shapes, shardings), inputs)
+
+
+def measure(
+    model: str,
+    *,
+    mesh: MeshSpec | Mesh,
+    keywords: Mapping[str, Any] | None = None,
+    strategy: str = "",
+) -> Measured:
+    """Compiles the training step of a model's tiny twin and compares what it moves with the formulas.
+
+    Args:
+        model: registry name.
+        mesh: sizes of the mesh axes for the devices there are, or a mesh.
+        keywords: of the model, such as `context_attention`.
+        strategy: name of the result.
+
+    Raises:
+        UsageError: the model or a mesh axis is unknown, or there is no formula for this model on this mesh.
+    """
+    devices = build_mesh(mesh) if isinstance(mesh, MeshSpec) else mesh
+    tried = twin(model, devices, keywords or {})
+    wanted = budget(tried, **SIZES)
+    found = traffic(lower_step(tried).compile().as_text() or "", devices)
+    sizes = describe(devices).partition(" ")[0]
+    return Measured(strategy=strategy or sizes, mesh=sizes, rows=compare(found, wanted))
+
+
+def compare(found: Traffic, wanted: Sequence[Exchange]) -> tuple[Row, ...]:
+    """A row for each kind of collective and mesh axes that a program uses or a formula names.
+
+    Args:
+        found: of the compiled program.
+        wanted: after the textbook.
+    """
+    moved = {(kind, tuple(axes.split("+"))): (count, size) for kind, axes, count, size in found.table(above=SMALL)}
+    groups: dict[tuple[str, tuple[str, ...]], list[Exchange]] = {}
+    for one in wanted:
+        if one.bytes > SMALL:
+            used = next((kind for kind in one.kinds if (kind, one.axes) in moved), one.kinds[0])
+            groups.setdefault((used, one.axes), []).append(one)
+    rows = []
+    for key in dict.fromkeys((*groups, *moved)):
+        asked, (count, size) = groups.get(key, []), moved.get(key, (0, 0))
+        meant = {one.kinds[0] for one in asked}
+        rows.append(
+            Row(
+                what=", ".join(dict.fromkeys(one.what for one in asked)),
+                kind=key[0],
+                instead_of="" if key[0] in meant or not meant else meant.pop(),
+                axes="+".join(key[1]),
+                count=count,
+                bytes=size,
+                formula=sum(one.bytes * one.count for one in asked),
+                formula_count=sum(one.count for one in asked),
+            )
+        )
+    return tuple(sorted(rows, key=lambda row: -max(row.bytes, row.formula)))
+
+
+def measure_all(model: str, *, on_result: Callable[[Measured], None] = lambda result: None) -> tuple[Measured, ...]:
+    """Every strategy on 8 devices.
+
+    Args:
+        model: registry name.
+        on_result: called after each.
+
+    Raises:
+        UsageError: there are not 8 devices, or the model has no formulas.
+    """
+    results = []
+    for name, one in STRATEGIES.items():
+        results.append(measure(model, mesh=MeshSpec.parse(one.mesh), keywords=one.keywords, strategy=name))
+        on_result(results[-1])
+    return tuple(results)
+
+
+def as_rows(result: Measured) -> list[dict[str, Any]]:
+    """The rows as plain values."""
+    return [
+        {
+            "strategy": result.strategy,
+            "mesh": result.mesh,
+            "what": row.what or "nothing by the textbook",
+            "collective": row.kind + (f" for {row.instead_of}" if row.instead_of else ""),
+            "axes": row.axes,
+            "arrays": row.count,
+            "bytes": row.bytes,
+            "formula_arrays": row.formula_count,
+            "formula_bytes": row.formula,
+            "ratio": row.ratio,
+            "ok": row.ok,
+        }
+        for row in result.rows
+    ]
+
+
+def as_markdown(results: Iterable[Measured]) -> str:
+    """A table with a line for each row."""
+    lines = [f"| {' | '.join(column.replace('_', ' ') for column in COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    for result in results:
+        for row in as_rows(result):
+            lines.append(f"| {' | '.join(as_text(row[column]) for column in COLUMNS)} |")
+    return "\n".join(lines) + "\n"
+
+
+def as_text(value: Any) -> str:
+    """A value for people: whole numbers in groups of three digits, ratios to three places."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3f}"

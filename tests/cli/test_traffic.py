@@ -1,0 +1,58 @@
+"""`traffic` names the nearest model and mesh axis; a table for people, pages and programs, and 1 for other bytes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from maxdiffusion.cli.main import main
+from maxdiffusion.tools import measure as tool
+from maxdiffusion.tools.measure import Measured, Row
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--model", "flux-dew"], "error: --model flux-dew is unknown: did you mean 'flux-dev'?"),
+        (["--model", "sd15", "--mesh", "fsp=8"], "error: mesh axis 'fsp' is unknown: did you mean 'fsdp'?"),
+        (["--model", "sd15", "--mesh", "fsdp=16"], "error: mesh fsdp 16 = 16 devices, but there are 8"),
+        (["--model", "sd15", "--mesh", "tensor=8"], "error: FlaxUNet2DConditionModel has formulas for axes that share"),
+    ],
+)
+def test_a_wrong_option_is_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["traffic", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(line) and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("size", "status"), [(1_050, 0), (2_000, 1)])
+def test_the_exit_status_says_whether_the_bytes_are_the_formula_s(
+    size: int, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = Row(
+        what="gradients",
+        kind="all-reduce",
+        instead_of="reduce-scatter",
+        axes="fsdp",
+        count=3,
+        bytes=size,
+        formula=1_000,
+        formula_count=3,
+    )
+
+    def result(model: str, **_: Any) -> Measured:
+        return Measured(strategy="fsdp=8", mesh="fsdp=8", rows=(row,))
+
+    monkeypatch.setattr(tool, "measure", result)
+    words = ["traffic", "--model", "sd15", "--mesh", "fsdp=8"]
+    assert main([*words, "--json"]) == status
+    found = json.loads(capsys.readouterr().out)
+    assert (found["model"], found["ok"]) == ("sd15", status == 0)
+    assert (found["rows"][0]["bytes"], found["rows"][0]["ok"]) == (size, status == 0)
+    assert main([*words, "--markdown"]) == status
+    cells = f"gradients | all-reduce for reduce-scatter | fsdp | 3 | {size:,} | 3 | 1,000 | {size / 1_000:.3f} |"
+    assert capsys.readouterr().out.splitlines()[2] == f"| fsdp=8 | fsdp=8 | {cells}"
+    assert main(words) == status
+    assert f"{size:,}" in capsys.readouterr().out
