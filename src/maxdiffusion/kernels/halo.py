@@ -6,7 +6,6 @@ where another mesh axis lay beside the cut one. Here nothing is left to it: each
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from maxdiffusion.log import say_once
 from maxdiffusion.parallel.layout import Layout
 
 log = logging.getLogger(__name__)
@@ -196,7 +196,6 @@ def with_borders(
     return jnp.concatenate([*reversed(side(1, above)), x, *side(-1, below)], axis=1)
 
 
-@functools.lru_cache(maxsize=256)
 def padded_rows(height: int, levels: int, layout: Layout) -> int:
     """Rows that the feature maps of a UNet are padded to, so that those of every level can be cut; said once.
 
@@ -222,7 +221,9 @@ def padded_rows(height: int, levels: int, layout: Layout) -> int:
     over = ",".join(f"{axis}={layout.sizes[axis]}" for axis in axes)
     known = f"feature maps of {', '.join(map(str, heights))} rows over {over}"
     if cut >= whole:
-        log.info("%s: levels that do not divide stay whole, as %d rows would be more work", known, padded)
+        told = f"{known}: levels that do not divide stay whole, as {padded} rows would be more work"
+        say_once(log, told, logging.INFO)
         return height
-    log.info("%s: padded to %d, each device has %.0f%% of the work, not %.0f%%", known, padded, 100 * cut, 100 * whole)
+    told = f"{known}: padded to {padded}, each device has {cut:.0%} of the work, not {whole:.0%}"
+    say_once(log, told, logging.INFO)
     return padded

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiffusion.common_types import LogicalAxisRules
 from maxdiffusion.errors import IndivisibleError, LayoutWarning, MeshError, RuleError
+from maxdiffusion.log import say_once
 from maxdiffusion.parallel import explicit
 from maxdiffusion.parallel import rules as rule_table
 from maxdiffusion.parallel.mesh import auto, describe
@@ -425,9 +426,10 @@ class Layout:
         whole = [row for row in unmet if row.bytes_per_device == row.bytes and row.bytes]
         if unmet:
             example = whole[0] if whole else unmet[0]
-            _say_once(
+            say_once(
+                log,
                 f"layout: {len(unmet)} of {len(rows)} parameters are not sharded as the rules wish, {len(whole)} of "
-                f"them on no axis; for example {example.parameter}: {example.why} (layout.report lists all)"
+                f"them on no axis; for example {example.parameter}: {example.why} (layout.report lists all)",
             )
 
 
@@ -492,11 +494,6 @@ def _use_axes(
     by_rules = rule_table.resolve(names, layout.rules, layout.sizes, shape=shape).axes
     wanted = tuple(tuple(axis for axis in dim if axis not in batch) for dim in by_rules)
     return wanted, _stored(layout, names, shape).axes
-
-
-@functools.lru_cache(maxsize=1024)
-def _say_once(text: str) -> None:
-    log.warning(text)
 
 
 def _manual_axes() -> frozenset[str]:

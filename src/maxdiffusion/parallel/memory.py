@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 
+from maxdiffusion.log import say_once
 from maxdiffusion.parallel.layout import Layout
 
 log = logging.getLogger(__name__)
@@ -24,13 +24,9 @@ def host_memory(layout: Layout) -> str | None:
     """
     if layout.platform in ("gpu", "tpu"):
         return PINNED_HOST
-    _say_once(
+    say_once(
+        log,
         f"remat_policy='offload': platform '{layout.platform}' computes in the memory of the host, so nothing is "
-        "moved: block inputs and named activations stay where they are, as with 'full'"
+        "moved: block inputs and named activations stay where they are, as with 'full'",
     )
     return None
-
-
-@functools.lru_cache(maxsize=16)
-def _say_once(text: str) -> None:
-    log.warning(text)

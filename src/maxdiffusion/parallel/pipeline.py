@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from maxdiffusion.errors import LayoutWarning, UsageError
+from maxdiffusion.log import say_once
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.rules import axes_of
 from maxdiffusion.specs import PipelineSpec
@@ -230,7 +231,7 @@ def plan(layout: Layout, spec: PipelineSpec, *, num_layers: int, batch: int, nam
         + f", bubble {bubble_fraction(stages, microbatches, repeats):.0%}: {batch} samples as {microbatches} "
         + f"microbatches of {samples} ({why})"
     )
-    _say_once(reason)
+    say_once(log, reason)
     return Plan(
         axes=axes,
         stages=stages,
@@ -241,11 +242,6 @@ def plan(layout: Layout, spec: PipelineSpec, *, num_layers: int, batch: int, nam
         samples=samples,
         reason=reason,
     )
-
-
-@functools.lru_cache(maxsize=1024)
-def _say_once(text: str) -> None:
-    log.warning(text)
 
 
 def pipeline(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from maxdiffusion.diffusion.prediction import Prediction, to_x0_eps
 from maxdiffusion.diffusion.sample import run, start
 from maxdiffusion.diffusion.solvers import Solver, Step
 from maxdiffusion.errors import UsageError
+from maxdiffusion.log import say_once
 from maxdiffusion.models.flux import FlaxFluxTransformer2DModel
 from maxdiffusion.models.flux_patches import cut_of, empty_stores, in_front, joined, patched_steps, synchronous
 from maxdiffusion.parallel.patches import bubble_fraction
@@ -65,7 +65,7 @@ def sample_patched(
     layout, num_image = model.layout, x.shape[1]
     cut = cut_of(model, num_image, cond["encoder_hidden_states"].shape[1])
     warmup = min(model.runtime.pipeline.warmup_steps or 1, grid.num_steps)
-    _say_once(_told(cut.patches, warmup, grid.num_steps, num_stages(layout)))
+    say_once(log, _told(cut.patches, warmup, grid.num_steps, num_stages(layout)))
 
     def exact(cache: CacheState, x: Array, timestep: Array, cond: Cond) -> tuple[CacheState, Array]:
         return synchronous(model, params, cache, x, timestep, cond)
@@ -114,8 +114,3 @@ def _told(patches: int, warmup: int, steps: int, stages: int) -> str:
         f"the patches behind it were a step ago ({speed}); more pipeline_warmup_steps come closer, without "
         "pipeline_patches every step is exact"
     )
-
-
-@functools.lru_cache(maxsize=256)
-def _say_once(text: str) -> None:
-    log.warning(text)

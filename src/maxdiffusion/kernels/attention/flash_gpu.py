@@ -36,6 +36,7 @@ from jaxtyping import Array, Float
 
 from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.kernels.attention.local import EMPTY_LSE, Inputs, LocalKernel, Result
+from maxdiffusion.log import say_once
 
 log = logging.getLogger(__name__)
 
@@ -399,12 +400,8 @@ def _say_changed(blocks: BlockSizes, fit: _Fit, lengths: tuple[int, int]) -> Non
     if blocks.block_b > 1:
         changed.append(f"block_b={blocks.block_b} runs as 1")
     if changed:
-        _say_once(
+        say_once(
+            log,
             f"attention: {', '.join(changed)} (GPU tiles are powers of two, at least {_LEAST}, and fit "
-            f"{_SHARED // 1024} KiB of shared memory)"
+            f"{_SHARED // 1024} KiB of shared memory)",
         )
-
-
-@functools.lru_cache(maxsize=256)
-def _say_once(text: str) -> None:
-    log.warning(text)

@@ -19,7 +19,6 @@ How `BlockSizes` maps to the tiles of splash attention:
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from jaxtyping import Array, Float
 
 from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.kernels.attention.local import EMPTY_LSE, Inputs, LocalKernel, Result
+from maxdiffusion.log import say_once
 
 log = logging.getLogger(__name__)
 
@@ -256,9 +256,6 @@ def _say_changed(blocks: BlockSizes, legal: splash.BlockSizes, num_queries: int,
     if blocks.block_b > 1:
         changed.append(f"block_b={blocks.block_b} runs as 1")
     if changed:
-        _say_once(f"attention: {', '.join(changed)} (TPU tiles are multiples of {LANES} that divide the padded length)")
-
-
-@functools.lru_cache(maxsize=256)
-def _say_once(text: str) -> None:
-    log.warning(text)
+        say_once(
+            log, f"attention: {', '.join(changed)} (TPU tiles are multiples of {LANES} that divide the padded length)"
+        )

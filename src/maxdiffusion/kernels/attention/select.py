@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from maxdiffusion.kernels.attention.local import Inputs, LocalKernel, attend
 from maxdiffusion.kernels.attention.reference import DOT_PRODUCT, check_arguments, dot_product_attention
 from maxdiffusion.kernels.attention.ring import Ring, ring_attention
 from maxdiffusion.kernels.attention.ulysses import Groups, ulysses_attention
+from maxdiffusion.log import say_once
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.specs import AttentionSpec
 
@@ -219,9 +219,9 @@ def attention(
     choice = choose(q.shape, k.shape, spec=spec, layout=layout, full_mask=full_mask, key_mask=key_mask, dtype=q.dtype)
     plan, length = choice.context, q.shape[1]
     if choice.kernel != "dot_product" and layout.platform != "cpu":
-        _say_once(logging.WARNING, f"attention: {choice.reason}")
+        say_once(log, f"attention: {choice.reason}")
     if plan.axes:
-        _say_once(logging.INFO, f"attention: {plan.reason}")
+        say_once(log, f"attention: {plan.reason}", logging.INFO)
     if not full_mask:
         q, k, v, mask = _padded(Inputs(q, k, v, mask), plan, layout)
     if choice.kernel == "dot_product" and not plan.travels:
@@ -323,8 +323,3 @@ def recording(record: Callable[[Call], None]) -> Iterator[None]:
         yield
     finally:
         _recorder.reset(token)
-
-
-@functools.lru_cache(maxsize=256)
-def _say_once(level: int, text: str) -> None:
-    log.log(level, text)
