@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.errors import LayoutWarning, RuleError, UsageError
 from maxdiffusion.nn.linear import Dense
-from maxdiffusion.nn.model import DiffusionModel
+from maxdiffusion.nn.model import EXECUTION, DiffusionModel, keyword_names
 from maxdiffusion.specs import PipelineSpec, RematSpec
 
 
@@ -37,6 +37,11 @@ class Line(DiffusionModel, kw_only=True):
 @pytest.fixture
 def tensor(devices: np.ndarray) -> Mesh:
     return Mesh(devices, ("tensor",))
+
+
+def test_keywords_are_fields_without_flax_s_own() -> None:
+    assert keyword_names(Line) == (*EXECUTION, "width", "sizes")
+    assert {"mesh", "remat_save", "pipeline_patches"} < set(EXECUTION) and not {"parent", "name"} & set(EXECUTION)
 
 
 def test_keywords_become_one_runtime(data_model: Mesh) -> None:

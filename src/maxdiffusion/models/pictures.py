@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from maxdiffusion.kernels.halo import padded_rows
 from maxdiffusion.models.spec import ModelSpec
 from maxdiffusion.models.text.transformer import TextOutput, TextTransformer
 from maxdiffusion.models.unet import FlaxUNet2DConditionModel
-from maxdiffusion.nn.model import DiffusionModel, at_border
+from maxdiffusion.nn.model import EXECUTION, DiffusionModel, at_border
 from maxdiffusion.parallel.layout import Layout
 
 
@@ -93,11 +92,7 @@ class Pictures(DiffusionModel, kw_only=True):
 
     def setup(self) -> None:
         """The two networks, run as this model is run."""
-        execution = {
-            field.name: getattr(self, field.name)
-            for field in fields(DiffusionModel)
-            if field.name not in ("parent", "name")
-        }
+        execution = {name: getattr(self, name) for name in EXECUTION}
         self.text = TextTransformer(
             vocab_size=self.vocab_size,
             max_length=self.max_length,

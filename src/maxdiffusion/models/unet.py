@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, Self, TypeAlias
 
 import flax.linen as nn
@@ -19,7 +18,7 @@ from maxdiffusion.models.unet_config import UNetKeywords, keywords_of
 from maxdiffusion.nn.activations import activation
 from maxdiffusion.nn.conv import Conv
 from maxdiffusion.nn.linear import Dense, Embed
-from maxdiffusion.nn.model import DiffusionModel, at_border
+from maxdiffusion.nn.model import EXECUTION, DiffusionModel, at_border
 from maxdiffusion.nn.norms import GroupNorm
 from maxdiffusion.nn.timestep import TimestepEmbedding, sinusoids
 from maxdiffusion.parallel.layout import Layout
@@ -61,8 +60,7 @@ class FlaxUNet2DConditionModel(UNetKeywords, DiffusionModel, kw_only=True):
         Raises:
             UsageError: an unknown key, with the nearest known one, or a value that is not supported.
         """
-        execution = [field.name for field in fields(DiffusionModel) if field.name not in ("parent", "name")]
-        return cls(**keywords_of({**config, **overrides}, execution))
+        return cls(**keywords_of({**config, **overrides}, EXECUTION))
 
     def validate(self) -> None:
         """Checks the keywords that describe the network.

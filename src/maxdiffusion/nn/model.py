@@ -154,7 +154,7 @@ class DiffusionModel(nn.Module, kw_only=True):
         Raises:
             UsageError: an unknown keyword, with the nearest known one, or a value that cannot work.
         """
-        known = [field.name for field in fields(cls) if field.name not in ("parent", "name")]
+        known = keyword_names(cls)
         given = {name: value for name, value in {**config, **overrides}.items() if not name.startswith("_")}
         for name in given:
             if name not in known:
@@ -162,7 +162,7 @@ class DiffusionModel(nn.Module, kw_only=True):
         return cls(**given)
 
     def __post_init__(self) -> None:
-        for name in (field.name for field in fields(self) if field.name not in ("parent", "name")):
+        for name in keyword_names(type(self)):
             object.__setattr__(self, name, _frozen(getattr(self, name)))
         object.__setattr__(self, "_runtime", _fold(self))
         self.validate()
@@ -246,6 +246,15 @@ class DiffusionModel(nn.Module, kw_only=True):
             return single.init(jax.random.key(0), **inputs)["params"]
 
         return jax.eval_shape(init, self.dummy_inputs())
+
+
+def keyword_names(model: type[DiffusionModel]) -> tuple[str, ...]:
+    """The constructor keywords of a model: its fields but for the two that every flax module has."""
+    return tuple(field.name for field in fields(model) if field.name not in ("parent", "name"))
+
+
+EXECUTION = keyword_names(DiffusionModel)
+"""Keywords that say how a model runs; every model takes them."""
 
 
 def _frozen(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,11 +27,8 @@ from maxdiffusion.diffusion.solvers import get_solver
 from maxdiffusion.errors import UsageError
 from maxdiffusion.models.pictures import Pictures
 from maxdiffusion.models.registry import MODELS, lookup
-from maxdiffusion.nn.model import DiffusionModel, float_dtype
+from maxdiffusion.nn.model import EXECUTION, float_dtype
 from maxdiffusion.parallel.layout import Layout
-
-EXECUTION = tuple(field.name for field in dataclasses.fields(DiffusionModel) if field.name not in ("parent", "name"))
-"""Keywords of every model that a recipe says at its top level."""
 
 LARGEST_BATCH = 128
 """Pictures that are sampled at once, at most (rounded up to what the mesh divides)."""
@@ -240,7 +236,7 @@ def text_to_image_of(recipe: Recipe, *, mesh: Mesh | None, vocab_size: int, max_
         **{
             **recipe.model_config,
             **given,
-            **{name: getattr(recipe, name) for name in EXECUTION if hasattr(recipe, name)},
+            **{name: getattr(recipe, name) for name in EXECUTION},
             "mesh": mesh,
             "logical_axis_rules": recipe.rules,
             "weights_dtype": "float32",
