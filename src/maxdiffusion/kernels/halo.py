@@ -7,7 +7,6 @@ where another mesh axis lay beside the cut one. Here nothing is left to it: each
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -93,11 +92,11 @@ def plan_bands(shape: Sequence[int], features: int, *, rows: Window, columns: Wi
     if not axes:
         notes = [note.text for note in resolution.notes if note.logical == "activation_height"]
         return Bands(rows=height, reason=f"whole: {'; '.join(notes)}")
-    cut = f"{height} rows over {','.join(f'{axis}={layout.sizes[axis]}' for axis in axes)}"
+    cut = f"{height} rows over {layout.written(axes)}"
     if height != rows.stride * made:
         why = f"{made} rows of the result, one of {rows.stride}, do not begin where bands do"
         return Bands(rows=height, reason=f"{cut}: whole, as {why}")
-    parts = math.prod(layout.sizes[axis] for axis in axes)
+    parts = layout.size(axes)
     above, below = rows.before, max(0, rows.size - rows.stride - rows.before)
     moved = f"{above} from above, {below} from below" if above or below else "none moves"
     return Bands(
@@ -209,7 +208,7 @@ def padded_rows(height: int, levels: int, layout: Layout) -> int:
         layout: mesh and rules.
     """
     axes = layout.resolve(*PICTURE).axes[1]
-    parts = math.prod(layout.sizes[axis] for axis in axes)
+    parts = layout.size(axes)
     heights = [-(-height // 2**level) for level in range(levels)]
     if all(rows % parts == 0 for rows in heights):
         return height
@@ -218,8 +217,7 @@ def padded_rows(height: int, levels: int, layout: Layout) -> int:
     # Work of a device as a share of a level's own, with padding and without.
     cut = sum(padded / 2**level / parts / rows for level, rows in enumerate(heights)) / levels
     whole = sum(1 if rows % parts else 1 / parts for rows in heights) / levels
-    over = ",".join(f"{axis}={layout.sizes[axis]}" for axis in axes)
-    known = f"feature maps of {', '.join(map(str, heights))} rows over {over}"
+    known = f"feature maps of {', '.join(map(str, heights))} rows over {layout.written(axes)}"
     if cut >= whole:
         told = f"{known}: levels that do not divide stay whole, as {padded} rows would be more work"
         say_once(log, told, logging.INFO)

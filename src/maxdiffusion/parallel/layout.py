@@ -115,7 +115,7 @@ class Layout:
         Raises:
             RuleError: a name is unknown or stands twice; under `strict`, a wish was not met.
         """
-        return _partition(self.resolve(*names, shape=shape).axes)
+        return partition(self.resolve(*names, shape=shape).axes)
 
     def constrain(self, x: T, *names: str | None) -> T:
         """`x`, laid out by the rules; works under `jit` with no context manager, and inside `shard_map`.
@@ -187,7 +187,7 @@ class Layout:
 
         def one(path: Any, leaf: Any, axes: tuple[str | None, ...]) -> NamedSharding | None:
             resolution = self._of_parameter(path, leaf, axes)
-            return None if self.mesh is None else NamedSharding(self.mesh, _partition(resolution.axes))
+            return None if self.mesh is None else NamedSharding(self.mesh, partition(resolution.axes))
 
         return jax.tree_util.tree_map_with_path(one, shapes, names)
 
@@ -202,7 +202,7 @@ class Layout:
 
         def one(path: Any, leaf: Any, axes: tuple[str | None, ...]) -> None:
             resolution = self._of_parameter(path, leaf, axes)
-            factor = math.prod(self.sizes[axis] for dim in resolution.axes for axis in dim)
+            factor = self.size(axis for dim in resolution.axes for axis in dim)
             total = math.prod(leaf.shape) * leaf.dtype.itemsize
             rows.append(
                 Row(
@@ -250,7 +250,7 @@ class Layout:
                 return fn(*args)
 
             def spec(names: Sequence[str | None]) -> P:
-                return _partition(tuple(agreed.get(name, ()) if name else () for name in names))
+                return partition(tuple(agreed.get(name, ()) if name else () for name in names))
 
             return self.mapped(fn, tuple(spec(names) for names in in_names), spec(out_names))(*args)
 
@@ -281,6 +281,10 @@ class Layout:
     def size(self, axes: Iterable[str]) -> int:
         """Devices along these mesh axes together."""
         return math.prod(self.sizes[axis] for axis in axes)
+
+    def written(self, axes: Iterable[str]) -> str:
+        """These mesh axes with their sizes, for people: `data=4,context=2`."""
+        return ",".join(f"{axis}={self.sizes[axis]}" for axis in axes)
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
@@ -334,6 +338,10 @@ class Layout:
         """The sharding of an array whose leading dimensions carry these logical axes; None without devices."""
         return NamedSharding(self.mesh, self.spec(*names, shape=shape)) if isinstance(self.mesh, Mesh) else None
 
+    def along(self, axes: Sequence[tuple[str, ...]]) -> NamedSharding | None:
+        """The sharding of an array whose leading dimensions these mesh axes cut; None without devices."""
+        return NamedSharding(self.mesh, partition(axes)) if isinstance(self.mesh, Mesh) else None
+
     @property
     def gathers(self) -> bool:
         """Whether parameters are stored along mesh axes that share the batch, and gathered for use."""
@@ -354,7 +362,7 @@ class Layout:
     def divisor(self, name: str) -> int:
         """What a dimension of this logical axis must be a multiple of, so that the devices share it evenly."""
         (axes,) = self.resolve(name).axes
-        return math.prod(self.sizes[axis] for axis in axes)
+        return self.size(axes)
 
     def rows(self, number: int) -> NamedSharding | None:
         """The sharding of arrays with this number of samples in front; None without devices.
@@ -362,10 +370,7 @@ class Layout:
         Of the mesh axes that share a batch, the first ones as far as they divide the number: guidance doubles the
         samples, and along the other axes the halves of a sample part.
         """
-        if not isinstance(self.mesh, Mesh):
-            return None
-        (axes,) = rule_table.resolve(("activation_batch",), self.rules, self.sizes, shape=(number,)).axes
-        return NamedSharding(self.mesh, _partition((axes,)))
+        return self.along(rule_table.resolve(("activation_batch",), self.rules, self.sizes, shape=(number,)).axes)
 
     def _agreed(self, arrays: Sequence[tuple[tuple[int, ...], Sequence[str | None]]]) -> dict[str, tuple[str, ...]]:
         """Mesh axes of each name: the leading ones that every array (shape, names) which carries it has for it."""
@@ -386,10 +391,8 @@ class Layout:
             free = tuple(tuple(axis for axis in dim if axis not in manual) for dim in axes)
             if manual >= set(self.mesh.axis_names):
                 return x
-            return jax.lax.with_sharding_constraint(
-                x, NamedSharding(jax.sharding.get_abstract_mesh(), _partition(free))
-            )
-        return explicit.enter(x, NamedSharding(self.mesh, _partition(axes)))
+            return jax.lax.with_sharding_constraint(x, NamedSharding(jax.sharding.get_abstract_mesh(), partition(free)))
+        return explicit.enter(x, NamedSharding(self.mesh, partition(axes)))
 
     def _check_devices(self, x: Any) -> None:
         assert isinstance(self.mesh, Mesh)
@@ -433,7 +436,8 @@ class Layout:
             )
 
 
-def _partition(axes: tuple[tuple[str, ...], ...]) -> P:
+def partition(axes: Sequence[tuple[str, ...]]) -> P:
+    """The partition of an array by the mesh axes of each dimension."""
     return P(*(dim[0] if len(dim) == 1 else dim or None for dim in axes))
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -137,7 +136,7 @@ def stage_axes(layout: Layout) -> tuple[str, ...]:
 
 def num_stages(layout: Layout) -> int:
     """Devices along the stage axes; 1 without any."""
-    return math.prod(layout.sizes[axis] for axis in stage_axes(layout))
+    return layout.size(stage_axes(layout))
 
 
 def applies(layout: Layout, *, num_layers: int, name: str) -> bool:
@@ -174,7 +173,7 @@ def say_idle(layout: Layout, axes: tuple[str, ...], cause: str) -> None:
     Warns:
         LayoutWarning: else.
     """
-    stages = math.prod(layout.sizes[axis] for axis in axes)
+    stages = layout.size(axes)
     text = (
         f"the {stages} stages of mesh axis '{'+'.join(axes)}' repeat the same work: {cause}, or give the devices to "
         "another mesh axis"
@@ -204,7 +203,7 @@ def plan(layout: Layout, spec: PipelineSpec, *, num_layers: int, batch: int, nam
     if spec.schedule == "circular":
         repeats = spec.repeats or max(1, -(-num_layers // stages))
     (shards,) = layout.resolve("activation_batch", shape=(batch,)).axes
-    divisor = math.prod(layout.sizes[axis] for axis in shards)
+    divisor = layout.size(shards)
     legal = [count for count in range(1, batch + 1) if batch % (count * divisor) == 0]
     if spec.microbatches is None:
         most = max(stages, -(-MICROBATCHES_PER_STAGE * stages // repeats))

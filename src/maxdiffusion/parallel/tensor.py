@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from maxdiffusion.parallel.layout import Layout
+from maxdiffusion.parallel.layout import Layout, partition
 
 Axes: TypeAlias = Sequence[tuple[str, ...]]
 Names: TypeAlias = tuple[str | None, ...]
@@ -48,8 +47,8 @@ def fan_out(
 
     # A copy for each device: then shard_map sums no gradient, and the partitioner sums that of the copies once.
     copies = jnp.broadcast_to(x[None], (layout.size(axes), *x.shape))
-    outs = tuple(_spec((*stream[:2], *cut[1:])) for cut in cuts)
-    return list(layout.mapped(run, (_spec((axes, *stream)), *map(_spec, cuts)), outs)(copies, *kernels))
+    outs = tuple(partition((*stream[:2], *cut[1:])) for cut in cuts)
+    return list(layout.mapped(run, (partition((axes, *stream)), *map(partition, cuts)), outs)(copies, *kernels))
 
 
 def fan_in(
@@ -77,8 +76,8 @@ def fan_in(
     def run(*arrays: Array) -> Array:
         return functools.reduce(jnp.add, map(product, arrays[: len(xs)], arrays[len(xs) :]))[None]
 
-    reads = [_spec((*stream[:2], *cut[:-1])) for cut in cuts]
-    parts = layout.mapped(run, (*reads, *map(_spec, cuts)), _spec((axes, *stream)))(*xs, *kernels)
+    reads = [partition((*stream[:2], *cut[:-1])) for cut in cuts]
+    parts = layout.mapped(run, (*reads, *map(partition, cuts)), partition((axes, *stream)))(*xs, *kernels)
     return jnp.sum(parts, axis=0, dtype=parts.dtype)
 
 
@@ -90,7 +89,3 @@ def _shared(cuts: Sequence[Axes], stream: Axes) -> tuple[str, ...]:
         return ()
     (axes,) = found
     return () if set(axes) & {*stream[0], *stream[1]} else axes
-
-
-def _spec(axes: Axes) -> P:
-    return P(*(dim[0] if len(dim) == 1 else dim or None for dim in axes))

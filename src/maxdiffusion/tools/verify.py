@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from maxdiffusion.models.registry import lookup
 from maxdiffusion.nn.model import DiffusionModel
 from maxdiffusion.nn.stack import stack_params, unstack_params
 from maxdiffusion.parallel.mesh import build_mesh, describe
-from maxdiffusion.parallel.pipeline import stage_axes
+from maxdiffusion.parallel.pipeline import num_stages, stage_axes
 from maxdiffusion.specs import MeshSpec
 
 LIMITS = {
@@ -150,7 +149,7 @@ def verify(
     spec = lookup(model)
     build = functools.partial(spec.build, "tiny", precision="highest")
     probe = build(mesh=devices, logical_axis_rules=rules, scan_layers=True)
-    stages = math.prod(probe.layout.sizes[axis] for axis in stage_axes(probe.layout))
+    stages = num_stages(probe.layout)
     if stages > 1:
         # Two layers a stage, so that a circular schedule has two rounds.
         build = functools.partial(build, **dict.fromkeys(spec.depths, 2 * stages))
@@ -194,7 +193,7 @@ def settings(model: DiffusionModel, *, every: bool) -> list[Setting]:
         every: the whole product; False gives a set in which each pair of values of two settings occurs.
     """
     layout = model.layout
-    parts = math.prod(layout.sizes[axis] for axis in layout.resolve("activation_length").axes[0])
+    parts = layout.divisor("activation_length")
     staged = bool(stage_axes(layout))
     options: dict[str, tuple[Any, ...]] = {
         "attention": ("dot_product", "flash"),

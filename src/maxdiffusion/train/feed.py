@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from maxdiffusion.config.schema import DataSection
@@ -18,6 +17,7 @@ from maxdiffusion.data.source import Source
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.errors import UsageError
 from maxdiffusion.parallel.layout import Layout
+from maxdiffusion.parallel.rules import axes_of
 from maxdiffusion.train.step import Examples
 
 SHORTEST_TEXT = 16
@@ -129,12 +129,11 @@ def make_feed(layout: Layout, tokenizer: WordTokenizer, *, batch_size: int, data
     Raises:
         UsageError: the batch does not divide over the devices that share it.
     """
-    mesh = layout.mesh
-    assert isinstance(mesh, Mesh), "training always has a mesh, of one device or more"
-    spec = layout.spec("activation_batch") if data_sharding is None else PartitionSpec(*data_sharding)
-    first = PartitionSpec(spec[0] if len(spec) else None)
-    feed = Feed(tokenizer=tokenizer, images=NamedSharding(mesh, spec), rows=NamedSharding(mesh, first))
-    ways = layout.batch_divisor if data_sharding is None else _ways(mesh, first)
+    cut = layout.resolve("activation_batch").axes if data_sharding is None else tuple(map(axes_of, data_sharding))
+    images, rows = layout.along(cut), layout.along(cut[:1])
+    assert images is not None and rows is not None, "training always has a mesh, of one device or more"
+    feed = Feed(tokenizer=tokenizer, images=images, rows=rows)
+    ways = layout.size(axis for axes in cut[:1] for axis in axes)
     if batch_size % ways:
         below = batch_size // ways * ways
         legal = f"{below} or {below + ways}" if below else f"{ways}"
@@ -142,12 +141,6 @@ def make_feed(layout: Layout, tokenizer: WordTokenizer, *, batch_size: int, data
             f"train.batch_size={batch_size} does not divide by the {ways} devices that share a batch: take {legal}"
         )
     return feed
-
-
-def _ways(mesh: Mesh, first: PartitionSpec) -> int:
-    axes = first[0] if isinstance(first[0], tuple) else (first[0],)
-    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    return math.prod(sizes[axis] for axis in axes if axis is not None)
 
 
 def _place(local: np.ndarray, sharding: NamedSharding) -> Array:

@@ -66,13 +66,13 @@ def plan_context(
     """
     batch_axes, axes, head_axes = _axes(q_shape, "activation_length", layout)
     (_, length, _, _), (_, num_keys, _, _) = q_shape, k_shape
-    tensor = math.prod(layout.sizes[axis] for axis in head_axes)
+    tensor = layout.size(head_axes)
     heads = q_shape[2] // tensor
-    batch = q_shape[0] // math.prod(layout.sizes[axis] for axis in batch_axes)
-    devices = math.prod(layout.sizes[axis] for axis in axes)
+    batch = q_shape[0] // layout.size(batch_axes)
+    devices = layout.size(axes)
     if devices == 1:
         return Plan(strategy="local", heads=heads, batch=batch)
-    cut = f"sequence over {_written(axes, layout)}"
+    cut = f"sequence over {layout.written(axes)}"
 
     def plan(strategy: Strategy, why: str, *, ulysses: int = 1, ring: int = 1) -> Plan:
         return Plan(
@@ -125,10 +125,6 @@ def _axes(shape: Sequence[int], length: str, layout: Layout) -> tuple[tuple[str,
 
 def _name(degree: int, devices: int) -> Strategy:
     return "ring" if degree == 1 else "ulysses" if degree == devices else "hybrid"
-
-
-def _written(axes: Sequence[str], layout: Layout) -> str:
-    return ",".join(f"{axis}={layout.sizes[axis]}" for axis in axes)
 
 
 def _illegal(degree: int, legal: Sequence[int], *, devices: int, cut: str, shared: str, heads: int) -> str:
