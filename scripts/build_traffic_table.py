@@ -5,19 +5,26 @@ The table is what `maxdiffusion traffic --model flux-dev --virtual-devices 8 --m
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
-import subprocess
 from pathlib import Path
 
+from maxdiffusion.cli.main import main as maxdiffusion
+
 PAGE = Path(__file__).parents[1] / "docs" / "parallelism.md"
-COMMAND = "maxdiffusion traffic --model flux-dev --virtual-devices 8 --markdown"
+COMMAND = "traffic --model flux-dev --virtual-devices 8 --markdown"
 
 
 def main() -> None:
-    table = subprocess.run(COMMAND.split(), check=True, capture_output=True, text=True).stdout
+    table = io.StringIO()
+    with contextlib.redirect_stdout(table):
+        status = maxdiffusion(COMMAND.split())
+    if status:
+        raise SystemExit(status)
     text, number = re.subn(
         r"(<!-- traffic: begin -->\n).*?(<!-- traffic: end -->)",
-        lambda found: found[1] + table + found[2],
+        lambda found: found[1] + table.getvalue() + found[2],
         PAGE.read_text(),
         flags=re.DOTALL,
     )

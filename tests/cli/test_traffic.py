@@ -19,6 +19,12 @@ from maxdiffusion.tools.measure import Measured, Row
         (["--model", "sd15", "--mesh", "fsp=8"], "error: mesh axis 'fsp' is unknown: did you mean 'fsdp'?"),
         (["--model", "sd15", "--mesh", "fsdp=16"], "error: mesh fsdp 16 = 16 devices, but there are 8"),
         (["--model", "sd15", "--mesh", "tensor=8"], "error: FlaxUNet2DConditionModel has formulas for axes that share"),
+        (["--model", "flux-dev", "--json", "--markdown"], "error: --json and --markdown are two forms of one result"),
+        (
+            ["--model", "flux-dev", "--rules", "fsdp"],
+            "error: --rules and --context-attention are for one mesh",
+        ),
+        (["--model", "sd15"], "error: FlaxUNet2DConditionModel has formulas for axes that share"),
     ],
 )
 def test_a_wrong_option_is_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,3 +95,7 @@ def test_what_has_no_formula_is_refused() -> None:
         of_flux("tensor=2,context=4")
     with pytest.raises(UsageError, match="not for 'tensor'"):
         budget(twin("sd15", build_mesh(MeshSpec.parse("tensor=2,data=4")), {}), **SIZES)
+    with pytest.raises(UsageError, match="12 samples do not divide by the 8 devices that share them"):
+        budget(twin("flux-dev", build_mesh(MeshSpec.parse("data=8")), {}), **{**SIZES, "batch": 12})
+    with pytest.raises(UsageError, match="4 heads do not divide by tensor=8, for which there is no formula"):
+        budget(twin("flux-dev", build_mesh(MeshSpec.parse("tensor=8")), {"num_attention_heads": 4}), **SIZES)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from maxdiffusion.cli.options import Json
+from maxdiffusion.cli.options import Json, Rules, check_name
 
 if TYPE_CHECKING:
     from maxdiffusion.parallel.report import Report, Row
@@ -22,9 +22,7 @@ def explain(  # noqa: PLR0913  (an argument is an option of the command line)
     mesh: Annotated[
         str, typer.Option("--mesh", metavar="SIZES", help="Devices on each mesh axis, such as fsdp=8; none are needed.")
     ],
-    rules: Annotated[
-        str | None, typer.Option("--rules", metavar="PRESET", help="dp, fsdp, tp, fsdp_tp, hsdp or context.")
-    ] = None,
+    rules: Rules = None,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse a layout that is not as the rules wish.")] = False,
     kernel: Annotated[
         str, typer.Option("--attention-kernel", metavar="NAME", help="dot_product or flash.")
@@ -48,16 +46,11 @@ def explain(  # noqa: PLR0913  (an argument is an option of the command line)
 
     from maxdiffusion.cli import output
     from maxdiffusion.config.schema import ModelName, RulePreset
-    from maxdiffusion.errors import UsageError, nearest
     from maxdiffusion.specs import AttentionSpec, MeshSpec
 
-    for option, value, valid in (
-        ("--model", model, get_args(ModelName)),
-        ("--rules", rules, get_args(RulePreset)),
-        ("--platform", platform, ("cpu", "gpu", "tpu")),
-    ):
-        if value is not None and value not in valid:
-            raise UsageError(f"{option} {value} is unknown: {nearest(value, valid)}")
+    check_name("--model", model, get_args(ModelName))
+    check_name("--rules", rules, get_args(RulePreset))
+    check_name("--platform", platform, ("cpu", "gpu", "tpu"))
     spec = MeshSpec.parse(mesh)
     asked = AttentionSpec(kernel=kernel, context=context)  # pyright: ignore[reportArgumentType]  it checks the names
     from maxdiffusion.nn.model import float_dtype

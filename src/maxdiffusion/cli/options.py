@@ -1,11 +1,14 @@
-"""Options that several verbs share."""
+"""Options that several verbs share, and the names that they take."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
+
+from maxdiffusion.errors import UsageError, nearest
 
 Json: TypeAlias = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else there.")
@@ -14,7 +17,20 @@ Mesh: TypeAlias = Annotated[
     str | None, typer.Option("--mesh", metavar="SIZES", help="Devices on each mesh axis, such as data=4,tensor=2.")
 ]
 Run: TypeAlias = Annotated[Path, typer.Argument(metavar="RUN", help="Folder that `train` wrote, such as runs/NAME.")]
+Rules: TypeAlias = Annotated[
+    str | None, typer.Option("--rules", metavar="PRESET", help="dp, fsdp, tp, fsdp_tp, hsdp or context.")
+]
 VirtualDevices: TypeAlias = Annotated[
     int | None,
     typer.Option("--virtual-devices", metavar="N", min=1, help="Split the CPU into N devices, to try a mesh."),
 ]
+
+
+def check_name(option: str, value: str | None, valid: Collection[str]) -> None:
+    """Refuses a name that an option does not know; None, an option that was not given, passes.
+
+    Raises:
+        UsageError: with the nearest name.
+    """
+    if value is not None and value not in valid:
+        raise UsageError(f"{option} {value} is unknown: {nearest(value, valid)}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from maxdiffusion.cli.options import Json, Mesh, VirtualDevices
+from maxdiffusion.cli.options import Json, Mesh, Rules, VirtualDevices, check_name
 
 if TYPE_CHECKING:
     from maxdiffusion.tools.measure import Measured
@@ -15,12 +15,10 @@ if TYPE_CHECKING:
 def traffic(
     model: Annotated[str, typer.Option("--model", metavar="NAME", help="Name of the model, such as flux-dev.")],
     mesh: Mesh = None,
-    rules: Annotated[
-        str | None, typer.Option("--rules", metavar="PRESET", help="dp, fsdp, tp, fsdp_tp, hsdp or context.")
-    ] = None,
+    rules: Rules = None,
     context: Annotated[
-        str, typer.Option("--context-attention", metavar="NAME", help="auto, ring, ulysses, hybrid or gather.")
-    ] = "auto",
+        str | None, typer.Option("--context-attention", metavar="NAME", help="auto, ring, ulysses, hybrid or gather.")
+    ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
     virtual_devices: VirtualDevices = None,
     as_json: Json = False,
@@ -33,17 +31,20 @@ def traffic(
 
     from maxdiffusion.cli import devices, output
     from maxdiffusion.config.schema import ModelName, RulePreset
-    from maxdiffusion.errors import UsageError, nearest
+    from maxdiffusion.errors import UsageError
     from maxdiffusion.specs import MeshSpec
 
-    for option, value, valid in (("--model", model, ModelName), ("--rules", rules, RulePreset)):
-        if value is not None and value not in get_args(valid):
-            raise UsageError(f"{option} {value} is unknown: {nearest(value, get_args(valid))}")
+    check_name("--model", model, get_args(ModelName))
+    check_name("--rules", rules, get_args(RulePreset))
+    if as_json and markdown:
+        raise UsageError("--json and --markdown are two forms of one result: write one of them")
+    if mesh is None and (rules is not None or context is not None):
+        raise UsageError("--rules and --context-attention are for one mesh: give it, such as --mesh data=2,context=4")
     spec = MeshSpec.parse(mesh) if mesh is not None else None
     devices.make_virtual_devices(virtual_devices)
     from maxdiffusion.tools.measure import COLUMNS, as_markdown, as_rows, as_text, measure, measure_all
 
-    keywords: dict[str, Any] = {"context_attention": context, "logical_axis_rules": rules}
+    keywords: dict[str, Any] = {"context_attention": context or "auto", "logical_axis_rules": rules}
     with output.reserved():
         if spec is None:
             with devices.mesh_cure(MeshSpec(data=8)):

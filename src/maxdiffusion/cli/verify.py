@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from maxdiffusion.cli.options import Json, VirtualDevices
+from maxdiffusion.cli.options import Json, Rules, VirtualDevices, check_name
 
 if TYPE_CHECKING:
     from maxdiffusion.tools.verify import Cell
@@ -17,9 +17,7 @@ def verify(
     mesh: Annotated[
         str, typer.Option("--mesh", metavar="SIZES", help="Devices on each mesh axis, such as data=4,tensor=2.")
     ],
-    rules: Annotated[
-        str | None, typer.Option("--rules", metavar="PRESET", help="dp, fsdp, tp, fsdp_tp, hsdp or context.")
-    ] = None,
+    rules: Rules = None,
     every: Annotated[
         bool,
         typer.Option("--all", help="Every combination of settings; else a set in which each pair of values occurs."),
@@ -35,12 +33,10 @@ def verify(
 
     from maxdiffusion.cli import devices, output
     from maxdiffusion.config.schema import ModelName, RulePreset
-    from maxdiffusion.errors import UsageError, nearest
     from maxdiffusion.specs import MeshSpec
 
-    for option, value, valid in (("--model", model, ModelName), ("--rules", rules, RulePreset)):
-        if value is not None and value not in get_args(valid):
-            raise UsageError(f"{option} {value} is unknown: {nearest(value, get_args(valid))}")
+    check_name("--model", model, get_args(ModelName))
+    check_name("--rules", rules, get_args(RulePreset))
     spec = MeshSpec.parse(mesh)
     devices.make_virtual_devices(virtual_devices)
     from maxdiffusion.tools.verify import as_row

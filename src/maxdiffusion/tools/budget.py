@@ -166,7 +166,12 @@ def budget(model: DiffusionModel, *, batch: int, height: int, width: int, text: 
         UsageError: there is no formula for this model on such a mesh.
     """
     layout = model.layout
-    (rows,) = layout.resolve("activation_batch", shape=(batch,)).axes
+    if batch % layout.batch_divisor:
+        raise UsageError(
+            f"{batch} samples do not divide by the {layout.batch_divisor} devices that share them, for which there is "
+            "no formula: give the axes data, fsdp and cfg fewer devices"
+        )
+    (rows,) = layout.resolve("activation_batch").axes
     if isinstance(model, FlaxFluxTransformer2DModel):
         (length,) = layout.resolve("activation_length").axes
         tokens = _flux(model, batch, height // 2 * (width // 2), text)
@@ -223,9 +228,14 @@ def _flux(model: FlaxFluxTransformer2DModel, batch: int, image: int, text: int) 
     stages = pipeline.stage_axes(layout)
     tensor = tuple(axis for axis in tensor if axis not in layout.resolve("activation_batch").axes[0])
     if len([axes for axes in (tensor, length, stages) if axes]) > 1:
-        raise UsageError("there are formulas for one of tensor, context and stage at a time, beside data and fsdp")
+        raise UsageError(
+            f"there are formulas for one of tensor, context and stage at a time, beside data and fsdp, not for "
+            f"{layout.written((*tensor, *length, *stages))}: give a mesh with one of these axes"
+        )
     if heads % layout.size(tensor):
-        raise UsageError(f"{heads} heads do not divide by {layout.size(tensor)}: there is no formula for that")
+        raise UsageError(
+            f"{heads} heads do not divide by {layout.written(tensor)}, for which there is no formula: give a divisor"
+        )
     here = batch // layout.divisor("activation_batch")
     item = jnp.dtype(model.runtime.dtype).itemsize
     of_image, of_text = (here * tokens // layout.size(length) * model.width * item for tokens in (image, text))

@@ -43,20 +43,6 @@ class Strategy:
     keywords: Mapping[str, Any] = field(default_factory=dict)
 
 
-COLUMNS = (
-    "strategy",
-    "mesh",
-    "what",
-    "collective",
-    "axes",
-    "arrays",
-    "bytes",
-    "formula_arrays",
-    "formula_bytes",
-    "ratio",
-)
-"""Of the table: keys of a row."""
-
 STRATEGIES: dict[str, Strategy] = {
     "data": Strategy(mesh="data=8"),
     "FSDP": Strategy(mesh="fsdp=8"),
@@ -222,11 +208,28 @@ def measure_all(model: str, *, on_result: Callable[[Measured], None] = lambda re
     Raises:
         UsageError: there are not 8 devices, or the model has no formulas.
     """
+    for one in STRATEGIES.values():  # refused before the first has been compiled, not after
+        budget(twin(model, build_mesh(MeshSpec.parse(one.mesh)), one.keywords), **SIZES)
     results = []
     for name, one in STRATEGIES.items():
         results.append(measure(model, mesh=MeshSpec.parse(one.mesh), keywords=one.keywords, strategy=name))
         on_result(results[-1])
     return tuple(results)
+
+
+COLUMNS = (
+    "strategy",
+    "mesh",
+    "what",
+    "collective",
+    "axes",
+    "arrays",
+    "bytes",
+    "formula_arrays",
+    "formula_bytes",
+    "ratio",
+)
+"""Of the table: keys of a row."""
 
 
 def as_rows(result: Measured) -> list[dict[str, Any]]:
