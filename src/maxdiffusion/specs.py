@@ -22,6 +22,11 @@ PipelineSchedule = Literal["gpipe", "circular"]
 Precision = Literal["default", "high", "highest"]
 
 
+def names_in(text: str) -> tuple[str, ...]:
+    """The names of a text with commas between them."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def _one_of(value: str, kind: object, name: str) -> None:
     options = get_args(kind)
     if value not in options:
@@ -198,7 +203,7 @@ class RematSpec:
         _one_of(self.policy, RematPolicy, "remat_policy")
         save = self.save
         if isinstance(save, str):
-            save = tuple(name.strip() for name in save.split(",") if name.strip())
+            save = names_in(save)
         if not (isinstance(save, tuple) and all(isinstance(name, str) for name in save)):
             raise UsageError(f"remat_save={save!r}: write names, such as ('attention', 'hidden')")
         for name in save:

@@ -24,6 +24,7 @@ from maxdiffusion.specs import (
     QuantSpec,
     RematPolicy,
     RematSpec,
+    names_in,
 )
 
 ModelName = Literal["pictures", "sd15", "sd21", "sdxl", "flux-dev", "flux-schnell"]
@@ -300,7 +301,7 @@ class Recipe:
     @field_validator("remat_save", mode="before")
     @classmethod
     def _read_names(cls, names: Any) -> Any:
-        return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+        return names_in(names) if isinstance(names, str) else names
 
     @field_validator("logical_axis_rules", mode="before")
     @classmethod

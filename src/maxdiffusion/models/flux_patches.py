@@ -29,7 +29,7 @@ from maxdiffusion.models.flux_blocks import (
     join,
     part,
 )
-from maxdiffusion.parallel import patches as pipeline
+from maxdiffusion.parallel import patches as patch_pipeline
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.patches import At, Flow
 
@@ -121,7 +121,7 @@ def empty_stores(model: FlaxFluxTransformer2DModel, num_image: int, cond: Cond) 
     heads = (model.num_attention_heads, model.attention_head_dim)
 
     def empty(num_layers: int) -> Keys:
-        lead = pipeline.rows(model.layout, num_layers), batch, cut.patches, cut.text + cut.image
+        lead = patch_pipeline.rows(model.layout, num_layers), batch, cut.patches, cut.text + cut.image
         zeros = jnp.zeros((*lead, *heads), model.runtime.dtype)
         return Keys(*(model.layout.constrain(zeros, *_STORE) for _ in Keys._fields))
 
@@ -179,7 +179,7 @@ def synchronous(
             leave=lambda shared, h, x, at: h,
         )
         whole = jax.tree.map(lambda leaf: leaf.reshape(*leaf.shape[:2], 1, -1, *leaf.shape[4:]), store)
-        (new,), (h,) = pipeline.run(flow, (params[name],), (whole,), h[None], shared, steps=1, layout=layout)
+        (new,), (h,) = patch_pipeline.run(flow, (params[name],), (whole,), h[None], shared, steps=1, layout=layout)
         filled.append(_stored(layout, jax.tree.map(lambda leaf, old: leaf.reshape(old.shape), new, store)))
     image = constrain_tokens(layout, part(layout, h, filled_text)[1])
     velocity = _call(model, params, image, "velocity", prepared.cond[0])
@@ -263,7 +263,7 @@ def patched_steps(
 
     flow = Flow(enter=enter, lanes=tuple(functools.partial(layer, block) for block in _blocks(model)), leave=leave)
     weights = tuple(params[name] for name in _STACKS)
-    (double, single), x = pipeline.run(flow, weights, stores, x, shared, steps=timesteps.shape[0], layout=layout)
+    (double, single), x = patch_pipeline.run(flow, weights, stores, x, shared, steps=timesteps.shape[0], layout=layout)
     return (_stored(layout, double), _stored(layout, single)), x
 
 

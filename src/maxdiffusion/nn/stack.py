@@ -24,6 +24,15 @@ BLOCK_INPUT = "block_input"
 kept of it, on the device or on the host."""
 
 
+_MAKING_WEIGHTS = (
+    jax.lax.dynamic_slice_p,
+    jax.lax.squeeze_p,
+    jax.lax.convert_element_type_p,
+    sharding_constraint_p,
+)
+"""Primitives that gather the weights of a layer, or choose them from a stack."""
+
+
 def _keeps_products(primitive: Any, *args: Any, **params: Any) -> Any:
     """Policy `minimal`: keep convolutions and products with weights; recompute scores, norms and activations."""
     if primitive is jax.lax.conv_general_dilated_p:
@@ -35,14 +44,6 @@ def _keeps_all_but_weights(primitive: Any, *args: Any, **params: Any) -> bool:
     """Policy `none` where weights are gathered, or chosen at each tick of a circular pipeline: the backward pass does
     so again, since the gathered weights of all layers would be the whole model on each device."""
     return primitive not in _MAKING_WEIGHTS
-
-
-_MAKING_WEIGHTS = (
-    jax.lax.dynamic_slice_p,
-    jax.lax.squeeze_p,
-    jax.lax.convert_element_type_p,
-    sharding_constraint_p,
-)
 
 
 def _policy(runtime: Runtime) -> Callable[..., Any] | None:
