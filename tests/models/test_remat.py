@@ -24,6 +24,7 @@ from maxdiffusion.nn.stack import BLOCK_INPUT
 from maxdiffusion.parallel.memory import PINNED_HOST
 from maxdiffusion.specs import RematName
 from maxdiffusion.tools.flops import Flops, flops
+from maxdiffusion.tools.verify import LIMITS
 from tests.aot import compile_ahead
 from tests.models.aot import BATCH
 from tests.models.aot import NUM_LAYERS as NUM_LAYERS_OF_AOT
@@ -103,8 +104,9 @@ def difference(a: Any, b: Any) -> float:
     ],
 )
 def test_gradients_are_the_same(name: str, scanned: bool, policy: str, save: tuple[str, ...]) -> None:
-    """The same products of the same numbers, fused by XLA into other loops: a few units of float32's 6e-8."""
-    assert difference(ran(name, scanned, policy, save).gradients, ran(name, scanned, "none").gradients) <= 1e-6
+    """The same products of the same numbers, fused by XLA into other loops: no further off than on another mesh."""
+    error = difference(ran(name, scanned, policy, save).gradients, ran(name, scanned, "none").gradients)
+    assert error <= LIMITS["float32"]["gradients"]
 
 
 @pytest.mark.parametrize("name", DEPTHS)

@@ -14,9 +14,9 @@ _FOUR_LEVELS: dict[str, Any] = {
 }
 _TINY: dict[str, Any] = {
     "sample_size": 8,
-    "block_out_channels": (32, 64),
+    "block_out_channels": (16, 32),
     "layers_per_block": 1,
-    "norm_num_groups": 8,
+    "norm_num_groups": 4,
     "cross_attention_dim": 32,
 }
 _TINY_FIRST: dict[str, Any] = {
