@@ -24,7 +24,6 @@ from maxdiffusion.nn.stack import BLOCK_INPUT
 from maxdiffusion.parallel.memory import PINNED_HOST
 from maxdiffusion.specs import RematName
 from maxdiffusion.tools.flops import Flops, flops
-from maxdiffusion.tools.verify import LIMITS
 from tests.aot import compile_ahead
 from tests.models.aot import BATCH
 from tests.models.aot import NUM_LAYERS as NUM_LAYERS_OF_AOT
@@ -104,9 +103,9 @@ def difference(a: Any, b: Any) -> float:
     ],
 )
 def test_gradients_are_the_same(name: str, scanned: bool, policy: str, save: tuple[str, ...]) -> None:
-    """The same products of the same numbers, fused by XLA into other loops: no further off than on another mesh."""
-    error = difference(ran(name, scanned, policy, save).gradients, ran(name, scanned, "none").gradients)
-    assert error <= LIMITS["float32"]["gradients"]
+    """The same products of the same numbers, fused by XLA into other loops: where some thirty layers forward and
+    backward each round once more or less (6e-8), and never cancel, they are 4e-6 apart."""
+    assert difference(ran(name, scanned, policy, save).gradients, ran(name, scanned, "none").gradients) <= 4e-6
 
 
 @pytest.mark.parametrize("name", DEPTHS)

@@ -176,6 +176,20 @@ def test_use_gathers_storage_axes_and_shards_the_gradient(devices):
     np.testing.assert_allclose(got, jax.grad(lambda w: ((x @ w) ** 2).sum())(np.asarray(w)), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "rules", "gathers"),
+    [
+        ({"fsdp": 8}, None, True),
+        ({"data": 8}, None, False),
+        ({"tensor": 8}, None, False),
+        ({"fsdp": 4, "tensor": 2}, [("embed", "tensor"), ("mlp", None)], True),  # a storage rule adds fsdp to embed
+        ({"fsdp": 8}, "dp", False),
+    ],
+)
+def test_matrices_are_gathered_where_only_their_storage_is_cut(sizes, rules, gathers):
+    assert Layout.of(abstract_mesh(MeshSpec(**{"data": 1, **sizes})), rules).gathers == gathers
+
+
 def test_storage_of_heads_that_do_not_divide_is_whole_in_use():
     layout = Layout.of(abstract_mesh(MeshSpec(tensor=8)))
     shapes = {"q": jax.ShapeDtypeStruct((640, 10, 64), jnp.float32)}

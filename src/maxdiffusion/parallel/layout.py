@@ -344,9 +344,9 @@ class Layout:
 
     @property
     def gathers(self) -> bool:
-        """Whether parameters are stored along mesh axes that share the batch, and gathered for use."""
-        (shared,) = self.resolve("activation_batch").axes
-        return not self.storing.isdisjoint(shared)
+        """Whether the matrices of a block are stored along mesh axes that do not cut their use: gathered each time."""
+        used, stored = _use_axes(self, ("embed", "mlp"), (self.num_devices,) * 2)
+        return {axis for dim in stored for axis in dim} > {axis for dim in used for axis in dim}
 
     @property
     def storing(self) -> frozenset[str]:
