@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from maxdiffusion.errors import IndivisibleError
 from maxdiffusion.kernels.halo import PICTURE, Window, convolution, padded_rows, plan_bands
@@ -55,7 +56,10 @@ def distance(a: Any, b: Any) -> float:
     return float(np.abs(a - b).max() / np.abs(b).max())
 
 
-RULES: dict[str, Any] = {"space=8": [("activation_height", "space")]}
+RULES: dict[str, Any] = {
+    "space=8": [("activation_height", "space")],
+    "inner=2,outer=2": [("activation_height", ("outer", "inner"))],  # not the order of the mesh
+}
 CASES = [
     ("context=4", SAME, 16),
     ("context=4", HALVES, 16),
@@ -69,6 +73,7 @@ CASES = [
     ("fsdp=2,context=4", SAME, 8),
     ("cfg=2,context=4", HALVES, 8),
     ("space=8", SAME, 32),
+    ("inner=2,outer=2", SAME, 8),
 ]
 
 
@@ -149,3 +154,18 @@ def test_rows_are_padded_where_that_saves_work(devices: np.ndarray) -> None:
     assert padded_rows(5, 4, eight) == 5  # 64 rows, eight a device, would be more than all five
     assert padded_rows(9, 2, Layout()) == 9
     assert padded_rows(9, 2, Layout.of(mesh_of(devices, "data=8"))) == 9
+
+
+def test_rows_are_padded_whatever_was_asked_inside_shard_map_before(devices: np.ndarray) -> None:
+    """There, the rows of a device are all that it has; the answer is not kept for the same layout outside."""
+    layout = Layout.of(mesh_of(devices, "context=4"))
+    inside: list[int] = []
+
+    def body(x: jax.Array) -> jax.Array:
+        inside.append(padded_rows(11, 2, layout))
+        return x
+
+    assert isinstance(layout.mesh, Mesh)
+    jax.eval_shape(jax.shard_map(body, mesh=layout.mesh, in_specs=P(), out_specs=P(), check_vma=False), jnp.zeros(4))
+    assert inside == [11]
+    assert padded_rows(11, 2, layout) == 16

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxdiffusion.log import say_once
+from maxdiffusion.parallel.collectives import permute
 from maxdiffusion.parallel.layout import Layout
 
 log = logging.getLogger(__name__)
@@ -185,7 +186,7 @@ def with_borders(
         """The nearest rows of the band so far above (or, negative, below)."""
         sent = x[:, rows - wanted :] if distance > 0 else x[:, :wanted]
         hops = [(band, band + distance) for band in range(parts) if 0 <= band + distance < parts]
-        return jax.lax.ppermute(sent, axes, hops) if hops else jnp.zeros_like(sent)
+        return permute(sent, axes, hops) if hops else jnp.zeros_like(sent)
 
     def side(sign: int, wanted: int) -> list[Array]:
         """From near to far."""

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
+from maxdiffusion.parallel.collectives import permute
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.pipeline import assignment, laid_out, mesh_here, num_stages, stage_axes
 
@@ -196,7 +197,7 @@ def _handed_on(gone: list[Tree], axes: tuple[str, ...], stages: int) -> list[Tre
     if not axes:
         return gone
     ring = [(index, (index + 1) % stages) for index in range(stages)]
-    lanes = jax.tree.map(lambda *parts: jax.lax.ppermute(jnp.stack(parts), axes, ring), *gone)
+    lanes = jax.tree.map(lambda *parts: permute(jnp.stack(parts), axes, ring), *gone)
     return [_at(lanes, lane) for lane in range(len(gone))]
 
 

@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Int
 
 from maxdiffusion.errors import LayoutWarning, UsageError
 from maxdiffusion.log import say_once
+from maxdiffusion.parallel.collectives import permute
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.rules import axes_of
 from maxdiffusion.specs import PipelineSpec
@@ -444,7 +445,7 @@ def _stage(
         h, _ = jax.lax.scan(lambda h, slot: (apply(slot, h, which, read), None), h, (params, live.T))
         # Early ticks write what is no result to the first place, which the first result then takes.
         done = _put(done, h, jnp.maximum(time - (plan.ticks - plan.microbatches), 0))
-        came = jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, plan.axes, ring), h)
+        came = jax.tree.map(lambda leaf: permute(leaf, plan.axes, ring), h)
         if circular:
             waiting = _put(waiting, came, time % wait)
         return (came, waiting, done), None

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.kernels.attention.local import Inputs, LocalKernel, Result, gradients_of
+from maxdiffusion.parallel.collectives import permute
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ class Ring:
         """The parts that the device before has; one permute for each array of the tree."""
         devices = self.size * abs(self.stride)
         hops = [(device, (device + self.stride) % devices) for device in range(devices)]
-        return jax.tree.map(lambda part: jax.lax.ppermute(part, self.axes, hops), parts)
+        return jax.tree.map(lambda part: permute(part, self.axes, hops), parts)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
