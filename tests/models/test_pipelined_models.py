@@ -138,3 +138,13 @@ def test_a_pipeline_gives_the_numbers_of_one_device(
     if "tensor" not in sizes and "fsdp" not in sizes:
         assert len(re.findall(r" collective-permute(?:-start)?\(", text)) == 2 * streams
         assert not re.findall(r" all-gather(?:-start)?\(", text)
+
+
+@pytest.mark.filterwarnings("ignore:.*wanted `context`, taken by activation_batch:maxdiffusion.errors.LayoutWarning")
+def test_text_and_image_are_joined_inside_the_stages_as_outside(devices: np.ndarray, alone: Any) -> None:
+    """Where an axis shares batch or sequence, stages have it to themselves; the rotation is put in order outside."""
+    mesh = Mesh(devices.reshape(2, 2, 2), ("stage", "data", "context"))
+    model, inputs = flux(mesh=mesh, logical_axis_rules=(("activation_batch", ("data", "context")),))
+    params = model.init_weights(jax.random.key(0))
+    out = jax.jit(lambda params: model.apply({"params": params}, **inputs).sample)(params)  # type: ignore[union-attr]
+    assert distance(out, alone("flux")[0]) <= TOLERANCE

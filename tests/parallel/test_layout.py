@@ -110,6 +110,18 @@ def test_inside_shard_map_manual_axes_are_stripped(data_model):
     np.testing.assert_array_equal(fully(x), x * 2)
 
 
+def test_what_a_dimension_must_divide_by_is_the_same_inside_shard_map(data_model):
+    """What is padded on one side may be read on the other."""
+    layout, inside = Layout.of(data_model, PAGE_RULES), []
+
+    def body(part):
+        inside.append(layout.batch_divisor)
+        return part
+
+    jax.eval_shape(jax.shard_map(body, mesh=data_model, in_specs=P("data"), out_specs=P("data")), jnp.ones((8, 2)))
+    assert inside == [layout.batch_divisor] == [4]
+
+
 @pytest.mark.parametrize("set_mesh", ["no context", "set_mesh"])
 def test_explicit_meshes_are_first_class(set_mesh):
     import contextlib

@@ -134,6 +134,8 @@ def test_users_rules_come_first_and_defaults_fill():
         ([("activation_width", ("data", "model"))], r"\('activation_height', \('data', 'model'\)\)"),
         (["heads"], "is no pair"),
         ([("heads", "model", "data")], "is no pair"),
+        ([("heads", 0)], r"'heads', 0\) names no mesh axis"),
+        ([("heads", ("model", 1))], "names no mesh axis"),
     ],
 )
 def test_wrong_rules_are_refused_with_the_nearest_name(rules, message):

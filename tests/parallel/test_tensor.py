@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.mesh import build_mesh
@@ -79,3 +80,23 @@ def test_devices_sum_once_each_way(devices: np.ndarray) -> None:
     assert [one.tensors for one in found.collectives if one.axes == ("tensor",)] == [(tokens,), (tokens,)]
     cut = sum(math.prod(w.shape) for w in jax.tree.leaves(weights))
     assert found.bytes("all-reduce", ["data"], above=4) == cut  # 4 bytes each, a quarter on each device
+
+
+@pytest.mark.parametrize("manual", [("tensor",), ("data", "tensor")], ids=",".join)
+def test_inside_a_user_s_shard_map_a_device_has_whole_kernels(manual: tuple[str, ...], devices: np.ndarray) -> None:
+    """The caller has cut the batch over the axis of the kernels: nothing is left to sum over it."""
+    weights, x = arrays(H)
+    x = jnp.concatenate([x, 2 * x])
+    layout = Layout.of(build_mesh(MeshSpec.parse("data=2,tensor=4"), list(devices.flat)))
+    assert isinstance(layout.mesh, jax.sharding.Mesh)
+    cut = P(("tensor",))
+
+    def body(weights: Any, x: jax.Array) -> jax.Array:
+        return loss(layout, weights, x)[None]
+
+    call = jax.shard_map(
+        body, mesh=layout.mesh, in_specs=(P(), cut), out_specs=cut, axis_names=set(manual), check_vma=False
+    )
+    found = jax.jit(lambda weights, x: jnp.mean(call(weights, x)))(weights, x)
+    wanted = loss(Layout.of(None), weights, x)
+    assert abs(float(found - wanted)) <= 1e-6 * abs(float(wanted))

@@ -275,8 +275,13 @@ class Layout:
         )
 
     def cut_in_use(self, names: Sequence[str | None], shape: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-        """Mesh axes that cut each dimension of a parameter where it is used, `use` having gathered the others."""
-        return _use_axes(self, tuple(names), tuple(shape))[0]
+        """Mesh axes that cut each dimension of a parameter where it is used, `use` having gathered the others.
+
+        Axes that are manual here do not count: a parameter is whole along them, or the caller has cut it.
+        """
+        manual = _manual_axes()
+        wanted = _use_axes(self, tuple(names), tuple(shape))[0]
+        return tuple(tuple(axis for axis in dim if axis not in manual) for dim in wanted)
 
     def size(self, axes: Iterable[str]) -> int:
         """Devices along these mesh axes together."""
@@ -360,8 +365,12 @@ class Layout:
         return self.divisor("activation_batch")
 
     def divisor(self, name: str) -> int:
-        """What a dimension of this logical axis must be a multiple of, so that the devices share it evenly."""
-        (axes,) = self.resolve(name).axes
+        """What a dimension of this logical axis must be a multiple of, so that the devices share it evenly.
+
+        The same inside `shard_map` as outside: what is padded or put in order by it may be made on one side and read
+        on the other.
+        """
+        (axes,) = rule_table.resolve((name,), self.rules, self.sizes).axes
         return self.size(axes)
 
     def rows(self, number: int) -> NamedSharding | None:

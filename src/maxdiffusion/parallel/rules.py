@@ -220,6 +220,12 @@ def check_rules(rules: LogicalAxisRules, mesh_axes: Iterable[str] | None) -> Log
             raise RuleError(f'rule {rule!r} is no pair: write ("logical axis", "mesh axis"), a tuple of axes, or None')
         logical, wanted = rule
         check_names((logical,))
+        if not (wanted is None or isinstance(wanted, str)) and not (
+            isinstance(wanted, list | tuple) and all(isinstance(axis, str) for axis in wanted)
+        ):
+            raise RuleError(
+                f"rule ('{logical}', {wanted!r}) names no mesh axis: write a name, a tuple of names, or None"
+            )
         if logical == "activation_width" and axes_of(wanted):
             raise RuleError(
                 f"rule ('{logical}', {wanted!r}): convolutions exchange border rows, not columns: cut the rows "
