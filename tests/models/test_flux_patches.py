@@ -137,6 +137,10 @@ def test_a_patch_reads_those_before_it_from_this_step_and_those_behind_it_from_t
         ),
         pytest.param({"stage": 3}, {"remat_policy": "full"}, marks=pytest.mark.slow),
         pytest.param({"stage": 2, "context": 2}, {}, marks=pytest.mark.slow),
+        (
+            {"stage": 2, "context": 4},
+            {},
+        ),  # patches of two tokens, filled up for four devices
     ],
 )
 def test_stages_give_the_numbers_of_one_device(
@@ -152,7 +156,8 @@ def test_stages_give_the_numbers_of_one_device(
     # The larger part of the layers, keys and values, samples of a shard, filled-up patches, width over `tensor`.
     stages, shards = sizes["stage"], sizes.get("data", 1) * sizes.get("fsdp", 1)
     layers = -(-2 // stages) + -(-3 // stages)
-    expected = layers * 2 * (BATCH // shards) * 4 * (2 + 2) * 32 // sizes.get("tensor", 1) * 4
+    tokens = max(2, sizes.get("context", 1))
+    expected = layers * 2 * (BATCH // shards) * 4 * (tokens + tokens) * 32 // sizes.get("tensor", 1) * 4
     held = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(stores)]
     assert sum(held) == expected
 

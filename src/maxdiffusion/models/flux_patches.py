@@ -82,16 +82,24 @@ def cut_of(model: FlaxFluxTransformer2DModel, num_image: int, num_text: int) -> 
 
 
 def split(x: Shaped[Array, "*lead tokens _"], patches: int, length: int, axis: int = 1) -> Shaped[Array, "..."]:
-    """Neighbouring tokens as patches (..., patches, length, ...), the last ones filled with zeros.
+    """Neighbouring tokens as patches (..., patches, length, ...), each filled with zeros.
+
+    What is a patch depends on the number of patches alone: `length` may be more than its tokens, where the devices of
+    a sequence need equal parts.
 
     Args:
         x: tokens along `axis`.
         patches: their number.
-        length: tokens of a patch.
+        length: tokens of a patch, filled.
         axis: of the tokens.
     """
-    pads = [(0, length * patches - x.shape[axis] if dim == axis else 0) for dim in range(x.ndim)]
-    return jnp.pad(x, pads).reshape(*x.shape[:axis], patches, length, *x.shape[axis + 1 :])
+    tokens = -(-x.shape[axis] // patches)
+
+    def filled(x: Array, more: int, axis: int) -> Array:
+        return jnp.pad(x, [(0, more if dim == axis else 0) for dim in range(x.ndim)])
+
+    x = filled(x, tokens * patches - x.shape[axis], axis)
+    return filled(x.reshape(*x.shape[:axis], patches, tokens, *x.shape[axis + 1 :]), length - tokens, axis + 1)
 
 
 def in_front(x: Float[Array, "batch tokens _"], patches: int, length: int) -> Float[Array, "patches batch length _"]:
@@ -101,7 +109,7 @@ def in_front(x: Float[Array, "batch tokens _"], patches: int, length: int) -> Fl
 
 def joined(x: Float[Array, "patches batch length _"], num_tokens: int) -> Float[Array, "batch tokens _"]:
     """The sequence that `in_front` has cut."""
-    x = x.swapaxes(0, 1)
+    x = x.swapaxes(0, 1)[:, :, : -(-num_tokens // x.shape[0])]
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :num_tokens]
 
 
@@ -331,13 +339,12 @@ def _turn(model: FlaxFluxTransformer2DModel, cond: Cond, prepared: _Prepared) ->
     cut = prepared.cut
     num_text, num_image = cut.patches * cut.text, cut.patches * cut.image
 
-    def filled(ids: Array, num_tokens: int) -> Array:
-        axis = ids.ndim - 2
-        parts = split(ids, 1, num_tokens, axis)
-        return jnp.squeeze(parts, axis)
+    def filled(ids: Array, length: int) -> Array:
+        parts = split(ids, cut.patches, length, ids.ndim - 2)
+        return parts.reshape(*ids.shape[:-2], cut.patches * length, ids.shape[-1])
 
     turn = model.turn(
-        filled(cond["txt_ids"], num_text), filled(cond["img_ids"], num_image), (prepared.batch, num_text, num_image)
+        filled(cond["txt_ids"], cut.text), filled(cond["img_ids"], cut.image), (prepared.batch, num_text, num_image)
     )
     return Rotation(*(_by_patch(model, *part(model.layout, table, num_text), cut) for table in turn))
 
