@@ -54,10 +54,10 @@ demo: setup
 
 test: setup
 	@echo "test: all but the slow ones, on 8 virtual devices; in two processes, one for the meshes and one for the rest"
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadscope -m "not slow" $(ARGS)
 
 test-full: setup
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
 
 lint: setup
 	@echo "lint: ruff, pyright, import-linter"

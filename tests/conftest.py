@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
+from typing import Any
 
 _FLAGS = {
     "--xla_force_host_platform_device_count": "8",
@@ -24,6 +26,7 @@ import jax  # noqa: E402  (the flags above must be set before jax starts its bac
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
+from xdist.scheduler import LoadScopeScheduling  # noqa: E402
 
 _CACHE = Path(os.environ.get("MAXDIFFUSION_TEST_CACHE", Path(__file__).parent.parent / ".cache" / "xla"))
 jax.config.update("jax_compilation_cache_dir", str(_CACHE / f"jax-{jax.__version__}"))
@@ -36,16 +39,28 @@ _COMPOSED = ("cli", "docs", "pipelines", "tools", "train")
 """Folders whose tests make meshes of their own."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+class _OneProcessForMeshes(LoadScopeScheduling):
     """Programs on eight devices stay in one of pytest-xdist's processes: two would starve one another's collectives.
 
     The other files go, each as a whole, to the process that is free.
     """
-    meshes = {item.path for item in items if "devices" in getattr(item, "fixturenames", ())}
-    here = Path(__file__).parent
-    for item in items:
-        on_devices = item.path in meshes or item.path.relative_to(here).parts[0] in _COMPOSED
-        item.add_marker(pytest.mark.xdist_group("eight devices" if on_devices else str(item.path)))
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::")[0]
+        return "eight devices" if _on_devices(self.config.rootpath / file) else file
+
+
+@functools.cache
+def _on_devices(file: Path) -> bool:
+    """By what the file names: devices, a mesh, or a fixture of one."""
+    words = ("devices", "Mesh", "data_model", "fsdp_tensor")
+    return file.parent.name in _COMPOSED or any(word in file.read_text() for word in words)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """The scheduler of `pytest -n 2`."""
+    return _OneProcessForMeshes(config, log)
 
 
 @pytest.fixture(scope="session")

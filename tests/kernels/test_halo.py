@@ -121,6 +121,13 @@ def test_a_height_that_does_not_divide_is_whole_and_strict_refuses_it(devices: n
         plan(6, SAME, strict=True)
 
 
+def test_an_axis_that_the_batch_cannot_use_cuts_rows(devices: np.ndarray) -> None:
+    """The batch comes first for the axis; where it does not divide, the rows get it, and the convolution must know."""
+    layout = Layout.of(mesh_of(devices, "context=4"), [("activation_batch", "context")])
+    assert plan_bands((4, 8, 8, 3), 3, rows=SAME, columns=SAME, layout=layout).axes == ()
+    assert plan_bands((2, 8, 8, 3), 3, rows=SAME, columns=SAME, layout=layout).axes == ("context",)
+
+
 def test_without_a_rule_for_rows_nothing_is_said(devices: np.ndarray) -> None:
     layout = Layout.of(mesh_of(devices, "data=4,tensor=2"))
     assert plan_bands((4, 8, 8, 3), 3, rows=SAME, columns=SAME, layout=layout).reason == ""

@@ -96,7 +96,7 @@ def difference(a: Any, b: Any) -> float:
     ("policy", "save"),
     [
         ("minimal", ()),
-        ("full", ()),
+        pytest.param("full", (), marks=pytest.mark.slow),
         ("full", NAMES),
         pytest.param("offload", ("hidden",), marks=pytest.mark.slow),
         pytest.param("minimal", ("attention",), marks=pytest.mark.slow),

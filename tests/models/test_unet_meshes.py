@@ -141,7 +141,7 @@ def whole() -> tuple[Any, Any]:
 
 @pytest.mark.filterwarnings("ignore:.*does not divide:maxdiffusion.errors.LayoutWarning")  # 2 and 4 heads on 8
 @pytest.mark.parametrize(
-    "name", ["fsdp=2,context=2,tensor=2", *(pytest.param(name, marks=SLOW) for name in ("data=4,model=2", "tensor=8"))]
+    "name", [pytest.param(name, marks=SLOW) for name in ("fsdp=2,context=2,tensor=2", "data=4,model=2", "tensor=8")]
 )
 def test_tiny_sdxl_is_that_of_one_device(name: str, devices: np.ndarray, whole: tuple[Any, Any]) -> None:
     """With flash attention from the first token on; heads that do not divide are gathered, rows are exchanged."""

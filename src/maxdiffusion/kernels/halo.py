@@ -86,13 +86,11 @@ def plan_bands(shape: Sequence[int], features: int, *, rows: Window, columns: Wi
     """
     batch, height, width, _ = shape
     made = rows.steps(height)
-    if not layout.resolve(*PICTURE).axes[1]:
-        return Bands(rows=height)
     resolution = layout.resolve(*PICTURE, shape=(batch, made, columns.steps(width), features))
     axes = resolution.axes[1]
     if not axes:
         notes = [note.text for note in resolution.notes if note.logical == "activation_height"]
-        return Bands(rows=height, reason=f"whole: {'; '.join(notes)}")
+        return Bands(rows=height, reason=f"whole: {'; '.join(notes)}" if notes else "")
     cut = f"{height} rows over {layout.written(axes)}"
     if height != rows.stride * made:
         why = f"{made} rows of the result, one of {rows.stride}, do not begin where bands do"
