@@ -37,6 +37,15 @@ def test_defaults_are_the_defaults_of_the_specs() -> None:
     assert recipe.rules is None
 
 
+def test_every_name_of_the_parallelism_page_is_a_key() -> None:
+    page = (
+        "mesh mesh_axes logical_axis_rules data_sharding attention_kernel flash_min_seq_length flash_block_sizes "
+        "context_attention ulysses_degree "
+        "dtype weights_dtype scan_layers remat_policy use_qwix_quantization quantization"
+    )
+    assert set(page.split()) <= {key for key, _ in key_annotations()}
+
+
 def test_every_execution_keyword_of_a_model_is_a_key() -> None:
     assert {*EXECUTION, "mesh_axes", "data_sharding"} <= {key for key, _ in key_annotations()}
 

@@ -31,7 +31,8 @@ from tests.models.aot import NUM_LAYERS as NUM_LAYERS_OF_AOT
 NUM_LAYERS = 3
 DEPTHS: dict[str, dict[str, Any]] = {
     "flux-dev": {"num_layers": NUM_LAYERS, "num_single_layers": NUM_LAYERS},
-    "sd15": {"transformer_layers_per_block": NUM_LAYERS},
+    # As wide as the twin of FLUX.1: half as wide, gradients average fewer roundings.
+    "sd15": {"transformer_layers_per_block": NUM_LAYERS, "block_out_channels": (32, 64), "norm_num_groups": 8},
 }
 NAMES = get_args(RematName)
 POLICIES = ("none", "minimal", "full", "offload")
@@ -96,16 +97,15 @@ def difference(a: Any, b: Any) -> float:
     ("policy", "save"),
     [
         ("minimal", ()),
-        pytest.param("full", (), marks=pytest.mark.slow),
+        ("full", ()),
         ("full", NAMES),
         pytest.param("offload", ("hidden",), marks=pytest.mark.slow),
         pytest.param("minimal", ("attention",), marks=pytest.mark.slow),
     ],
 )
 def test_gradients_are_the_same(name: str, scanned: bool, policy: str, save: tuple[str, ...]) -> None:
-    """The same products of the same numbers, fused by XLA into other loops: where some thirty layers forward and
-    backward each round once more or less (6e-8), and never cancel, they are 4e-6 apart."""
-    assert difference(ran(name, scanned, policy, save).gradients, ran(name, scanned, "none").gradients) <= 4e-6
+    """The same products of the same numbers, fused by XLA into other loops: a few units of float32's 6e-8."""
+    assert difference(ran(name, scanned, policy, save).gradients, ran(name, scanned, "none").gradients) <= 1e-6
 
 
 @pytest.mark.parametrize("name", DEPTHS)

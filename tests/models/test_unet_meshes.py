@@ -141,7 +141,7 @@ def whole() -> tuple[Any, Any]:
 
 @pytest.mark.filterwarnings("ignore:.*does not divide:maxdiffusion.errors.LayoutWarning")  # 2 and 4 heads on 8
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=SLOW) for name in ("fsdp=2,context=2,tensor=2", "data=4,model=2", "tensor=8")]
+    "name", ["fsdp=2,context=2,tensor=2", *(pytest.param(name, marks=SLOW) for name in ("data=4,model=2", "tensor=8"))]
 )
 def test_tiny_sdxl_is_that_of_one_device(name: str, devices: np.ndarray, whole: tuple[Any, Any]) -> None:
     """With flash attention from the first token on; heads that do not divide are gathered, rows are exchanged."""
@@ -186,8 +186,9 @@ def test_a_batch_that_does_not_divide_is_reported(data_model: Mesh) -> None:
         jax.jit(model.apply).lower({"params": shapes}, **call(batch=3))
 
 
-@pytest.mark.slow  # every model of the registry takes Explicit arrays in `test_registry`
-@pytest.mark.parametrize(("axes", "shape"), [(("data",), (8,)), (("data", "context"), (2, 4))], ids=str)
+@pytest.mark.parametrize(
+    ("axes", "shape"), [(("data",), (8,)), pytest.param(("data", "context"), (2, 4), marks=SLOW)], ids=str
+)
 def test_latents_may_live_on_an_explicit_mesh(
     axes: tuple[str, ...], shape: tuple[int, ...], devices: np.ndarray, whole: tuple[Any, Any]
 ) -> None:
