@@ -33,9 +33,9 @@ LIMITS = {
 """Largest relative errors against one device in the same dtype; `loss` is that after `NUM_STEPS` steps.
 
 `gradients` is the norm over the whole tree, `worst_gradient` that of a leaf, `loss` comes after `NUM_STEPS` steps.
-Float32 sums in another order differ by about 1e-7, which some thirty layers multiply (the prediction of SDXL's twin:
-7.6e-7 on data=8, 8.0e-7 on cfg=2,context=4; twice as wide it would be 1.1e-6); bfloat16 keeps 8 bits, so that
-activations rounded in another order differ by 4e-3 and more."""
+Float32 sums in another order differ by about 1e-7, which some thirty layers multiply; the limits are those of the
+twins, and a wider network sums more terms. bfloat16 keeps 8 bits, so that activations rounded in another order differ
+by 4e-3 and more."""
 
 NUM_STEPS = 10
 """Optimizer steps."""
