@@ -147,6 +147,12 @@ def test_refusals(params: Any) -> None:
         walk(flux(pipeline_patches=None), params)
     with pytest.raises(UsageError, match="pipeline_patches=7 are more than the 6 image tokens"):
         walk(flux(pipeline_patches=7), params)
+    solver = get_solver("euler")
+    less = {name: value for name, value in COND.items() if name != "txt_ids"}
+    with pytest.raises(UsageError, match="cond lacks txt_ids"):
+        sample_patched(flux(), params, NOISE, GRID, less, solver=solver)
+    with pytest.raises(UsageError, match="is no keyword of the model's call: did you mean 'pooled_projections'"):
+        sample_patched(flux(), params, NOISE, GRID, {**COND, "pooled_projection": 0}, solver=solver)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from maxdiffusion.diffusion.grid import Grid
 from maxdiffusion.diffusion.prediction import Prediction, to_x0_eps
 from maxdiffusion.diffusion.sample import run, start
 from maxdiffusion.diffusion.solvers import Solver, Step
-from maxdiffusion.errors import UsageError
+from maxdiffusion.errors import UsageError, nearest
 from maxdiffusion.log import say_once
 from maxdiffusion.models.flux import FlaxFluxTransformer2DModel
 from maxdiffusion.models.flux_patches import cut_of, empty_stores, in_front, joined, patched_steps, synchronous
@@ -63,6 +63,7 @@ def sample_patched(
             "'euler', or leave pipeline_patches out"
         )
     layout, num_image = model.layout, x.shape[1]
+    _check_names(model, cond)
     cut = cut_of(model, num_image, cond["encoder_hidden_states"].shape[1])
     warmup = min(model.runtime.pipeline.warmup_steps or 1, grid.num_steps)
     say_once(log, _told(cut.patches, warmup, grid.num_steps, num_stages(layout)))
@@ -98,6 +99,22 @@ def sample_patched(
             _, (by_patch, _) = patched_steps(model, params, state.cache, carried, timesteps, cond, update)
             out = joined(by_patch, num_image)
     return layout.leave(out.astype(x.dtype), like=x)
+
+
+def _check_names(model: FlaxFluxTransformer2DModel, cond: Mapping[str, Any]) -> None:
+    """Refuses keywords that the model's call lacks, and asks for those that it needs.
+
+    Raises:
+        UsageError: one is missing, or unknown.
+    """
+    needed = model.call_shapes(1, height=2, width=2, text=1).keys() - {"hidden_states", "timestep"}
+    known = sorted(needed | {"encoder_attention_mask", "guidance"})
+    unknown = next((name for name in cond if name not in known), None)
+    if unknown is not None:
+        raise UsageError(f"cond['{unknown}'] is no keyword of the model's call: {nearest(unknown, known)}")
+    missing = sorted(needed - cond.keys())
+    if missing:
+        raise UsageError(f"cond lacks {', '.join(missing)}: give what the model takes beside image tokens")
 
 
 def _told(patches: int, warmup: int, steps: int, stages: int) -> str:
