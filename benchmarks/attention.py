@@ -3,7 +3,8 @@
     python benchmarks/attention.py --shape 2,4096,8,40 --repeats 5 [--json]
 
 The kernels take turns, and each figure is the best of its turns, so that a busy machine disturbs all alike. Memory is
-the temporary memory of the compiled program (`temp_size_in_bytes`); arguments and results are not in it.
+the temporary memory of the compiled program (`temp_size_in_bytes`); arguments and results are not in it. `products` are
+the two products of each forward tile with no softmax between them, where the tiles divide the lengths.
 """
 
 from __future__ import annotations
@@ -41,6 +42,26 @@ def jax_calls(kernel: Callable, arrays: list[jax.Array]) -> tuple[dict[str, Call
         memory[name] = compiled.memory_analysis().temp_size_in_bytes
         calls[name] = partial(lambda compiled, args: jax.block_until_ready(compiled(*args)), compiled, args)
     return calls, memory
+
+
+def products_alone(q: jax.Array, k: jax.Array, v: jax.Array, *, block_sizes: BlockSizes) -> jax.Array:
+    """(q k^T) v in the same tiles and no softmax: what the compiler's matrix products cost without anything else."""
+    batch, length, heads, dim = q.shape
+    tiles = (-1, block_sizes.block_q, dim), (-1, block_sizes.block_k, dim)
+    by_head = (x.swapaxes(1, 2).reshape(batch * heads, -1, dim) for x in (q, k, v))
+
+    def of_head(head: tuple[jax.Array, ...]) -> jax.Array:
+        queries, keys, values = (x.reshape(tiles[number > 0]) for number, x in enumerate(head))
+
+        def of_tile(query: jax.Array) -> jax.Array:
+            def add(total: jax.Array, tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+                return total + (tile[0] @ query.T).T @ tile[1], None
+
+            return jax.lax.scan(add, jnp.zeros_like(query), (keys, values))[0]
+
+        return jax.lax.map(of_tile, queries)
+
+    return jax.lax.map(of_head, tuple(by_head)).reshape(batch, heads, length, dim).swapaxes(1, 2)
 
 
 def torch_calls(arrays: list[jax.Array]) -> dict[str, Callable]:
@@ -83,9 +104,11 @@ def measure(
     B, L, H, D = shape
     arrays = [jnp.asarray(rng.normal(size=(B, length, H, D)), dtype) for length in (L, keys, keys, L)]
     calls, memory = {}, {}
+    whole = not L % blocks.block_q and not keys % blocks.block_k
     for name, kernel in (
         ("flash_cpu", partial(flash_attention, block_sizes=blocks)),
         ("dot_product", dot_product_attention),
+        *([("products", partial(products_alone, block_sizes=blocks))] if whole else ()),
     ):
         calls[name], memory[name] = jax_calls(kernel, arrays)
     has_torch = importlib.util.find_spec("torch") is not None
@@ -106,6 +129,7 @@ def measure(
         "memory_over_dot_product": {
             step: memory["flash_cpu"][step] / max(memory["dot_product"][step], 1) for step in flash
         },
+        "time_over_products": {"forward": flash["forward"] / seconds["products"]["forward"]} if whole else None,
         "time_over_torch": {step: flash[step] / seconds["torch"][step] for step in flash} if has_torch else None,
         "note": None if has_torch else NO_TORCH,
     }
@@ -123,9 +147,9 @@ def table(figures: dict[str, Any]) -> str:
         memory = figures["temp_bytes"].get(kernel)
         row = f"{kernel:<14}{seconds['forward']:>11.3f}{seconds['gradients']:>13.3f}"
         lines.append(row + (f"{memory['forward'] / 1e6:>12.0f}{memory['gradients'] / 1e6:>14.0f}" if memory else ""))
-    for name in ("time_over_dot_product", "memory_over_dot_product", "time_over_torch"):
+    for name in ("time_over_dot_product", "memory_over_dot_product", "time_over_products", "time_over_torch"):
         if ratio := figures[name]:
-            text = f"forward {ratio['forward']:.3f}, gradients {ratio['gradients']:.3f}"
+            text = ", ".join(f"{step} {value:.3f}" for step, value in ratio.items())
             lines.append(f"flash_cpu, {name.replace('_', ' ')}: {text}")
     return "\n".join(lines)
 
