@@ -26,7 +26,7 @@ WORDS = [
 def test_rows_hold_every_value_and_its_origin() -> None:
     rows = {row.key: row for row in show.rows(load_recipe("pictures-demo", ["train.steps=100"]))}
     assert rows["train.steps"] == ("train.steps", "100", "command line")
-    assert rows["train.beta1"] == ("train.beta1", "0.9", "default")
+    assert rows["train.beta1"] == ("train.beta1", "null", "default")
     assert rows["data.concepts"].origin.startswith("pictures-demo.yaml:")
     assert rows["diffusion.process"].origin.startswith("pictures.yaml:")
     assert rows["mesh.tensor"].value == "2"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -72,17 +73,27 @@ def make_subject(mesh: Mesh, section: TrainSection | None = None, **values: Any)
     text_to_image = text_to_image_of(
         recipe, mesh=mesh, vocab_size=tokenizer.vocab_size, max_length=tokenizer.max_length
     )
-    rule, layout = optimizer(section), text_to_image.layout
+    rule, layout = optimizer(section, text_to_image.model), text_to_image.layout
     objective = Objective(
         text_to_image=text_to_image,
         times=Uniform(),
         caption_dropout=section.caption_dropout,
         empty=tuple(int(word) for word in tokenizer.encode([""])[0][0]),
     )
-    shapes = state_shapes(text_to_image.model, rule, keeps_ema=section.ema_decay > 0)
+    shapes = state_shapes(
+        text_to_image.model, rule, keeps_ema=section.ema_decay > 0, master_dtype=jnp.dtype(section.master_dtype)
+    )
     feed = make_feed(layout, tokenizer, batch_size=section.batch_size)
     examples = feed.shapes(section.batch_size, text_to_image.image_shape)
-    step = train_step(objective, rule, shapes=shapes, examples=examples, ema_decay=section.ema_decay)
+    step = train_step(
+        objective,
+        rule,
+        shapes=shapes,
+        examples=examples,
+        ema_decay=section.ema_decay,
+        accumulation_steps=section.accumulation_steps,
+        rounding=section.rounding,
+    )
     stream = batches(source, batch_size=section.batch_size, seed=0)
     return Subject(
         objective=objective, rule=rule, shapes=shapes, feed=feed, step=step, batches=stream, tokenizer=tokenizer

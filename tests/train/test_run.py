@@ -60,6 +60,11 @@ def test_a_run_has_everything_in_its_folder(trained: TrainResult) -> None:
     lines = read_lines(trained.run / "metrics.jsonl")
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == 6
+    for line in (line for line in lines if "loss" in line):
+        assert sum(line["count_by_time"]) == 8 and len(line["loss_by_time"]) == 10
+        by_time = zip(line["loss_by_time"], line["count_by_time"], strict=True)
+        # The mean of the tenths is the mean of all, to the rounding of float32 sums.
+        np.testing.assert_allclose(sum(mean * count for mean, count in by_time if count) / 8, line["loss"], rtol=1e-5)
     np.testing.assert_allclose(trained.loss, np.mean(losses), rtol=1e-6)
     assert [sorted(line) for line in lines if "held_out_loss" in line] == [
         ["held_out_loss", "step", "unconditional_loss"]

@@ -8,11 +8,18 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh
 
+from maxdiffusion.config.schema import DiffusionSection, TrainSection
+from maxdiffusion.data.batches import Batch
 from maxdiffusion.diffusion.denoiser import Denoiser
+from maxdiffusion.diffusion.timesteps import Biased, Cosine, LogitNormal, TimeSampler
+from maxdiffusion.errors import UsageError
 from maxdiffusion.pipelines.text_to_image import TextToImage
+from maxdiffusion.tools.traffic import traffic
+from maxdiffusion.train.step import losses_by_time, time_sampler_of
 from tests.train.conftest import BATCH, Subject, make_subject
 
 
@@ -80,6 +87,108 @@ def test_padding_counts_for_nothing(subject: Subject) -> None:
     np.testing.assert_allclose(results[0].loss, np.mean(results[0].losses[:5]), rtol=1e-6)
     np.testing.assert_array_equal(results[0].losses[:5], results[1].losses[:5])
     np.testing.assert_allclose(results[0].grad_norm, results[1].grad_norm, rtol=1e-6)
+
+
+def _parts(count: int, mesh: Mesh) -> Subject:
+    """The tiny training with its batch worked off in parts."""
+    section = TrainSection(
+        batch_size=BATCH, learning_rate=1e-3, warmup_steps=2, ema_decay=0.9, accumulation_steps=count
+    )
+    return make_subject(mesh, section)
+
+
+def _ragged(batch: Batch) -> Batch:
+    """Three rows fill the batch up; of four parts, one (rows 3 and 7) is made of nothing else."""
+    weight = np.array([1, 1, 1, 0, 1, 0, 1, 0], np.float32)
+    return dataclasses.replace(batch, weight=weight)
+
+
+def _two_steps(subject: Subject) -> tuple[np.ndarray, np.ndarray, list[np.ndarray], int]:
+    """What two steps say, the losses of each sample, the gradients' average and the optimizer's count of steps."""
+    state, results = subject.start(), []
+    for number in range(2):
+        state, result = subject.step(state, subject.feed(_ragged(subject.batches[number])))
+        results.append(result)
+    means = np.array([(result.loss, result.grad_norm, *result.bin_sums, *result.bin_counts) for result in results])
+    # The bins hold the samples that count, once each, and their losses are the mean's.
+    np.testing.assert_allclose([result.bin_counts.sum() for result in results], 5)
+    np.testing.assert_allclose([result.bin_sums.sum() / 5 for result in results], means[:, 0], rtol=1e-5)
+    moments = [np.asarray(leaf) for leaf in jax.tree.leaves(optax.tree.get(state.opt_state, "mu"))]
+    counts = {int(count) for _, count in optax.tree.get_all_with_path(state.opt_state, "count")}
+    assert counts == {2}
+    return means, np.stack([result.losses for result in results]), moments, counts.pop()
+
+
+@pytest.fixture(scope="module")
+def large_batch(subject: Subject):
+    return _two_steps(subject)
+
+
+@pytest.fixture(scope="module")
+def halves(data_model: Mesh) -> Subject:
+    return _parts(2, data_model)
+
+
+@pytest.mark.parametrize("devices_used", [pytest.param(1, marks=pytest.mark.slow), 8])
+def test_parts_are_the_large_batch(devices_used: int, large_batch, halves: Subject, one_device: Mesh) -> None:
+    """On one device and on eight, in steps that the schedule counts alike, with rows of weight 0 and a part of them."""
+    subject = _parts(4, one_device) if devices_used == 1 else halves
+    means, losses, moments, count = _two_steps(subject)
+    assert count == large_batch[3]
+    # float32 sums in another order; the second step starts from weights that Adam has moved by these differences.
+    np.testing.assert_allclose(means, large_batch[0], rtol=2e-5)
+    np.testing.assert_allclose(losses, large_batch[1], rtol=1e-4)
+    norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in large_batch[2]))
+    for leaf, wanted in zip(moments, large_batch[2], strict=True):
+        assert np.linalg.norm(leaf - wanted) <= 1e-4 * max(np.linalg.norm(wanted), 1e-3 * norm)
+
+
+def test_gradients_of_parts_cross_the_batch_axis_once(halves: Subject, data_model: Mesh) -> None:
+    """As float32, cut as the weights are: each device adds its own parts up first. No row changes its device."""
+    examples = halves.feed.shapes(BATCH, halves.objective.text_to_image.image_shape)
+    compiled = halves.step.lower(halves.shapes, examples).compile()  # type: ignore[attr-defined]
+    moved = traffic(compiled.as_text(), data_model)
+    shares = [math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(halves.shapes.params)]
+    # Beside the gradients, a few sums over the samples: the loss, its bins, their counts.
+    assert 4 * sum(shares) <= moved.bytes("all-reduce", ("data",)) <= 4 * sum(shares) + 200
+    assert moved.count("all-reduce", ("data",), above=100) == sum(share > 25 for share in shares)
+    for kind in ("all-to-all", "collective-permute", "all-gather"):
+        assert moved.bytes(kind, ("data",)) == moved.bytes(kind, ("data", "model")) == 0
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [(3, "accumulation_steps=2, or batch_size=12$"), (16, "accumulation_steps=2, or batch_size=64$")],
+)
+def test_a_cut_that_does_not_fit_is_refused_with_what_fits(parts: int, words: str, data_model: Mesh) -> None:
+    with pytest.raises(UsageError, match=words):
+        _parts(parts, data_model)
+
+
+def test_losses_are_added_up_by_time() -> None:
+    losses = jnp.array([1.0, 2.0, 4.0, jnp.nan, 8.0])
+    times = jnp.array([0.0, 0.099, 0.1, 0.55, 1 - 2.0**-24])
+    sums, counts = losses_by_time(losses, times, jnp.array([1.0, 1.0, 0.5, 0.0, 1.0]))
+    np.testing.assert_allclose(sums, [3, 2, *[0] * 7, 8], rtol=1e-6)
+    np.testing.assert_allclose(counts, [2, 0.5, *[0] * 7, 1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("section", "wanted"),
+    [
+        (DiffusionSection(timesteps="cosine"), Cosine()),
+        (DiffusionSection(timesteps="logit_normal", logit_mean=-0.5), LogitNormal(mean=-0.5)),
+        (DiffusionSection(timesteps="earlier", timestep_bias_portion=0.4), Biased(begin=0.0, end=0.4)),
+        (
+            DiffusionSection(timesteps="later", timestep_bias_multiplier=3.0),
+            Biased(begin=0.75, end=1.0, multiplier=3.0),
+        ),
+        (DiffusionSection(timesteps="later", timestep_bias_portion=0.5), Biased(begin=0.5, end=1.0)),
+        (DiffusionSection(timesteps="range", timestep_bias_begin=0.1), Biased(begin=0.1, end=0.75)),
+    ],
+)
+def test_time_samplers_have_the_settings_of_the_recipe(section: DiffusionSection, wanted: TimeSampler) -> None:
+    assert time_sampler_of(section) == wanted
 
 
 class _CaptionSpy(TextToImage):

@@ -45,6 +45,7 @@ Seed: TypeAlias = Annotated[
     int, Field(strict=True, ge=0, le=LARGEST_SEED, description=f"a whole number from 0 to {LARGEST_SEED}")
 ]
 Every: TypeAlias = Annotated[int, Field(strict=True, ge=0, description="a whole number of steps, or 0 for never")]
+Number: TypeAlias = Annotated[float, Field(strict=True, description="a number")]
 Positive: TypeAlias = Annotated[float, Field(strict=True, gt=0, description="a number above 0")]
 NotNegative: TypeAlias = Annotated[float, Field(strict=True, ge=0, description="a number, 0 or more")]
 Share: TypeAlias = Annotated[float, Field(strict=True, ge=0, le=1, description="a number from 0 to 1")]
@@ -109,6 +110,17 @@ class DataSection:
             raise FieldError("path", "the built-in pictures have no path: write data.source=folder, or leave path out")
 
 
+_TIME_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "logit_mean": ("logit_normal",),
+    "logit_std": ("logit_normal",),
+    "timestep_bias_multiplier": ("earlier", "later", "range"),
+    "timestep_bias_portion": ("earlier", "later"),
+    "timestep_bias_begin": ("range",),
+    "timestep_bias_end": ("range",),
+}
+"""The time samplers that have a use for each setting."""
+
+
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class DiffusionSection:
     """Which noising process is learnt, and what the network predicts.
@@ -116,18 +128,34 @@ class DiffusionSection:
     Attributes:
         process: `flow` (straight lines between data and noise) or `vp` (variance preserving).
         prediction: what the network's output means.
-        timesteps: how training draws times.
+        timesteps: how training draws times (`docs/training.md` has the list).
+        logit_mean: of `logit_normal`; positive moves towards noise. Null is 0.
+        logit_std: of `logit_normal`; null is 1.
+        timestep_bias_multiplier: how much likelier `earlier`, `later` and `range` make their part; null is 2.
+        timestep_bias_portion: that part of `earlier` and `later`, as a share of all times; null is 0.25.
+        timestep_bias_begin: first time of `range`, as a share of all times; null is 0.25.
+        timestep_bias_end: end of `range`, as a share of all times; null is 0.75.
         shift: moves times towards noise; 1 moves nothing.
         zero_terminal_snr: `vp` only: the last time holds no signal at all.
     """
 
     process: Literal["flow", "vp"] = "flow"
     prediction: Literal["velocity", "epsilon", "v_prediction", "sample"] = "velocity"
-    timesteps: Literal["uniform", "stratified", "logit_normal"] = "uniform"
+    timesteps: Literal["uniform", "stratified", "logit_normal", "cosine", "earlier", "later", "range"] = "uniform"
+    logit_mean: Number | None = None
+    logit_std: Positive | None = None
+    timestep_bias_multiplier: Positive | None = None
+    timestep_bias_portion: Share | None = None
+    timestep_bias_begin: Share | None = None
+    timestep_bias_end: Share | None = None
     shift: Positive = 1.0
     zero_terminal_snr: Flag = False
 
     def __post_init__(self) -> None:
+        for key, samplers in _TIME_SETTINGS.items():
+            if getattr(self, key) is not None and self.timesteps not in samplers:
+                takes = " or ".join(f"diffusion.timesteps={name}" for name in samplers)
+                raise FieldError(key, f"timesteps={self.timesteps} has no use for it: leave it out, or take {takes}")
         if self.zero_terminal_snr and self.process == "flow":
             cause = "process=flow ends without signal already: leave it out, or take diffusion.process=vp"
             raise FieldError("zero_terminal_snr", cause)
@@ -143,13 +171,19 @@ class TrainSection:
     Attributes:
         steps: optimizer steps.
         batch_size: pictures a step, over all devices.
+        accumulation_steps: parts that a step's pictures are worked off in, one after the other; the same numbers with
+            the activations of one part in memory.
+        optimizer: `adamw`, `adafactor` (small state), `lion`, or `muon` (hidden matrices; AdamW for the rest).
         learning_rate: its highest value.
         warmup_steps: steps of linear rise to it.
         schedule: what follows the rise: `constant`, or `cosine` down to zero at the last step.
-        weight_decay: AdamW's.
-        beta1: AdamW's decay of the first moment.
-        beta2: AdamW's decay of the second moment.
+        weight_decay: of kernels, a step and unit of learning rate.
+        beta1: decay of the first moment; null is 0.9, with Muon 0.95, with Adafactor none, which then keeps none.
+        beta2: decay of the second moment (of Lion's only one); null is 0.99. Adafactor has its own schedule.
         grad_clip: largest global norm of the gradients; null for no limit.
+        master_dtype: dtype that the trained weights are kept in; moments and averaged weights are float32.
+        rounding: of bfloat16 weights after a step: `stochastic` keeps small steps in the mean, `nearest` loses them;
+            null is `stochastic`.
         ema_decay: decay of the averaged weights a step; 0 keeps none.
         caption_dropout: share of pictures trained without their caption, for guidance.
         log_every: steps between lines of metrics.
@@ -160,19 +194,31 @@ class TrainSection:
 
     steps: Count = 1000
     batch_size: Count = 32
+    accumulation_steps: Count = 1
+    optimizer: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
     learning_rate: Positive = 3e-4
     warmup_steps: CountOrZero = 100
     schedule: Literal["constant", "cosine"] = "constant"
     weight_decay: NotNegative = 0.01
-    beta1: Decay = 0.9
-    beta2: Decay = 0.99
+    beta1: Decay | None = None
+    beta2: Decay | None = None
     grad_clip: Positive | None = 1.0
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    rounding: Literal["stochastic", "nearest"] | None = None
     ema_decay: Decay = 0.999
     caption_dropout: Share = 0.1
     log_every: Count = 10
     sample_every: Every = 500
     checkpoint_every: Every = 1000
     eval_every: Every = 0
+
+    def __post_init__(self) -> None:
+        if self.optimizer == "adafactor" and self.beta2 is not None:
+            cause = "adafactor averages second moments by 1 - step^-0.8: leave it out, or take train.optimizer=adamw"
+            raise FieldError("beta2", cause)
+        if self.rounding is not None and self.master_dtype == "float32":
+            cause = "float32 weights are not rounded: leave it out, or take train.master_dtype=bfloat16"
+            raise FieldError("rounding", cause)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, Key
 from maxdiffusion.diffusion.noise import sample_keys, stream
 from maxdiffusion.errors import UsageError, nearest
 
+_BELOW_ONE = 1 - 2.0**-24
 _GOLDEN = 2654435769  # 2^32 / golden ratio, rounded to odd: the steps of the most even additive sequence
 
 
@@ -83,13 +84,75 @@ class LogitNormal:
     ) -> Float[Array, " batch"]:
         keys = sample_keys(stream(key, "time"), indices, step=step)
         normal = jax.vmap(lambda one: jax.random.normal(one, (), jnp.float32))(keys)
-        return jnp.minimum(jax.nn.sigmoid(self.mean + self.std * normal), 1 - 2.0**-24)
+        return jnp.minimum(jax.nn.sigmoid(self.mean + self.std * normal), _BELOW_ONE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine:
+    """u = 1 - 1 / (tan(pi v / 2) + 1) with v uniform, called CosMap (Esser et al. 2024, section 3.1, equation 21).
+
+    Its density 2 / (pi - 2 pi u + 2 pi u^2) is 2 / pi at both ends and 4 / pi in the middle.
+    """
+
+    def __call__(
+        self, key: Key[Array, ""], indices: Int[Array, " batch"], *, step: int | Int[Array, ""] = 0
+    ) -> Float[Array, " batch"]:
+        angle = Uniform()(key, indices, step=step) * (math.pi / 2)
+        # The same as the formula, without its pole at the end.
+        return jnp.minimum(jnp.sin(angle) / (jnp.sin(angle) + jnp.cos(angle)), _BELOW_ONE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Biased:
+    """Uniform but for a part [begin, end), which is `multiplier` times as likely as the rest.
+
+    Training scripts of the field call it `earlier` where the part is the times next to the data, `later` where it is
+    those next to the noise, and `range` else.
+
+    Args:
+        begin: of the part, as a share of all times.
+        end: of the part.
+        multiplier: density in the part over density outside; below 1 makes it rarer.
+
+    Raises:
+        UsageError: the part is empty or leaves [0, 1], or the multiplier is not positive and finite.
+    """
+
+    begin: float = 0.25
+    end: float = 0.75
+    multiplier: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.begin < self.end <= 1:
+            raise UsageError(
+                f"times from {self.begin} to {self.end} are no part of all times: write shares, 0 <= begin < end <= 1"
+            )
+        if not (math.isfinite(self.multiplier) and self.multiplier > 0):
+            raise UsageError(
+                f"timestep bias multiplier {self.multiplier}: write a number above 0 (1 is no bias; times outside of a "
+                "part are left out by no sampler)"
+            )
+
+    def __call__(
+        self, key: Key[Array, ""], indices: Int[Array, " batch"], *, step: int | Int[Array, ""] = 0
+    ) -> Float[Array, " batch"]:
+        width = self.end - self.begin
+        whole = 1 + (self.multiplier - 1) * width
+        v = Uniform()(key, indices, step=step) * whole  # the inverse of the distribution, a line in three pieces
+        inside = self.begin + (v - self.begin) / self.multiplier
+        behind = self.end + (v - self.begin - self.multiplier * width)
+        u = jnp.where(v < self.begin, v, jnp.where(inside < self.end, inside, behind))
+        return jnp.clip(u, 0.0, _BELOW_ONE)
 
 
 TIME_SAMPLERS: dict[str, TimeSampler] = {
     "uniform": Uniform(),
     "stratified": Uniform(draw="stratified"),
     "logit_normal": LogitNormal(),
+    "cosine": Cosine(),
+    "earlier": Biased(begin=0.0, end=0.25),
+    "later": Biased(begin=0.75, end=1.0),
+    "range": Biased(),
 }
 
 

@@ -90,18 +90,21 @@ def read_part(run: str | Path, step: int, part: str, like: Any) -> Any:
         return reader.restore(folder, args=ocp.args.StandardRestore(like))
 
 
-def read_weights(run: str | Path, like: Any) -> tuple[Any, int]:
+def read_weights(run: str | Path, like: Any, *, master_dtype: Any = jnp.float32) -> tuple[Any, int]:
     """The weights to make pictures with, averaged if the run averages them, and their step.
 
     Args:
         run: the run's folder.
-        like: tree of `jax.ShapeDtypeStruct` with the shardings to read into.
+        like: tree of float32 `jax.ShapeDtypeStruct` with the shardings to read into.
+        master_dtype: of the run's trained weights, which are read where it keeps no averaged ones.
 
     Raises:
         UsageError: there is no checkpoint, or it is of another model.
     """
     step = latest_step(run)
     part = "ema" if "ema" in parts(run, step) else "params"
+    if part == "params":
+        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, master_dtype, sharding=leaf.sharding), like)
     return read_part(run, step, part, like), step
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from maxdiffusion.config.schema import Recipe
 from maxdiffusion.data.tokenizer import WordTokenizer
+from maxdiffusion.nn.model import float_dtype
 from maxdiffusion.parallel.mesh import build_mesh
 from maxdiffusion.pipelines.run_folder import TOKENIZER, latest_step, read_weights, weight_shapes
 from maxdiffusion.pipelines.text_to_image import TextToImage, text_to_image_of
@@ -20,7 +21,7 @@ class TrainedRun:
     Attributes:
         tokenizer: of the captions.
         text_to_image: network and process; its layout says where everything lives.
-        params: the averaged weights if the run averages them, float32, laid out.
+        params: the averaged weights if the run averages them, float32, else the trained ones in their dtype; laid out.
         step: of the weights.
     """
 
@@ -53,5 +54,6 @@ def open_trained(run: str | Path, recipe: Recipe) -> TrainedRun:
     tokenizer = read_tokenizer(run)
     mesh = build_mesh(recipe.mesh_spec)
     subject = text_to_image_of(recipe, mesh=mesh, vocab_size=tokenizer.vocab_size, max_length=tokenizer.max_length)
-    params, step = read_weights(run, weight_shapes(subject.model))
+    kept = float_dtype(recipe.train.master_dtype, "master_dtype")
+    params, step = read_weights(run, weight_shapes(subject.model), master_dtype=kept)
     return TrainedRun(tokenizer=tokenizer, text_to_image=subject, params=params, step=step)

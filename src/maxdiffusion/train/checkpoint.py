@@ -26,7 +26,10 @@ PARTS = ("params", "opt_state", "ema", "key")
 SHARED_BYTES = 16 * 2**20
 """Least share of a replicated array that is worth a host's own write."""
 
-FIXED = ("model", "model_config", "seed", "data", "diffusion", "train.batch_size")
+FIXED = (
+    *("model", "model_config", "seed", "data", "diffusion"),
+    *("train.batch_size", "train.optimizer", "train.master_dtype"),
+)
 """What a resumed run may not change, by the beginnings of keys: with other values it would be another run."""
 
 

@@ -144,8 +144,11 @@ class Loop:
         """
         if not self._pending:
             return
-        fetched: list[Any] = jax.device_get([(result.loss, result.grad_norm) for result in self._pending])
-        losses, norms = (np.asarray(column, np.float64) for column in zip(*fetched, strict=True))
+        fetched: list[Any] = jax.device_get(
+            [(result.loss, result.grad_norm, result.bin_sums, result.bin_counts) for result in self._pending]
+        )
+        losses, norms, sums, counts = (np.asarray(column, np.float64) for column in zip(*fetched, strict=True))
+        sums, counts = sums.sum(axis=0), counts.sum(axis=0)
         number, self._pending = len(self._pending), []
         now = time.perf_counter()
         elapsed, self._since = now - self._since, now
@@ -158,6 +161,10 @@ class Loop:
             {
                 "loss": loss,
                 "grad_norm": float(norms.mean()),
+                "loss_by_time": [
+                    float(total / count) if count else math.nan for total, count in zip(sums, counts, strict=True)
+                ],
+                "count_by_time": counts.tolist(),
                 "learning_rate": rate,
                 "images_per_second": speed,
                 "seconds": self._seconds,

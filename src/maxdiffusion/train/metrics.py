@@ -33,21 +33,25 @@ class MetricsFile:
             partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
             os.replace(partial, path)
 
-    def write(self, step: int, values: Mapping[str, float | int | str]) -> None:
+    def write(self, step: int, values: Mapping[str, float | int | str | list[float]]) -> None:
         """Appends a line.
 
         Args:
             step: optimizer steps done.
-            values: what was measured; a number that is not finite becomes null.
+            values: what was measured; a number that is not finite becomes null, in a list too.
         """
         if not self._writes:
             return
         plain = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            key: [_finite(one) for one in value] if isinstance(value, list) else _finite(value)
             for key, value in values.items()
         }
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **plain}) + "\n")
+
+
+def _finite(value: float | int | str) -> float | int | str | None:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lines(path: Path) -> list[str]:

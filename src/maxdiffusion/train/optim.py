@@ -1,16 +1,33 @@
-"""AdamW with a warm-up, clipped by the global norm; the schedule counts optimizer steps, never devices."""
+"""The rule of a step: AdamW, Adafactor, Lion or Muon, warmed up and clipped; schedules count optimizer steps alone.
+
+`learning_rate` means about the same for all but Lion: Adafactor is not scaled by the size of the weights, Muon's steps
+are as long as AdamW's. Decay is decoupled and times the learning rate for all; only kernels decay, no biases, norms or
+tables.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from jaxtyping import Array, Float
 
 from maxdiffusion.config.schema import TrainSection
+from maxdiffusion.nn.model import DiffusionModel
+
+FACTORED_FROM = 128
+"""Adafactor keeps rows and columns of second moments where two dimensions are at least so large, as the original."""
+
+MUON_RMS = 0.2
+"""Root mean square of Muon's steps, a unit of learning rate: as AdamW's (Liu et al. 2025, section 2.2)."""
+
+ENDS = ("conv_in", "conv_out", "x_embedder", "context_embedder")
+"""Layers that read or write what comes from outside: AdamW's under Muon, whose rule is for hidden matrices."""
 
 
 def learning_rate(section: TrainSection) -> Callable[[Any], Float[Array, ""]]:
@@ -35,22 +52,110 @@ def learning_rate(section: TrainSection) -> Callable[[Any], Float[Array, ""]]:
     return rate
 
 
-def optimizer(section: TrainSection) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019) on float32 weights; only kernels decay, no biases, norms or tables.
+def optimizer(section: TrainSection, model: DiffusionModel | None = None) -> optax.GradientTransformation:
+    """The rule of a recipe, on float32 weights.
 
     Args:
-        section: rates, decays and the largest norm of the gradients.
+        section: which one, rates, decays and the largest norm of the gradients.
+        model: whose weights; only Muon asks, for the logical names of their dimensions.
     """
-    adamw = optax.adamw(
+    if section.optimizer == "adamw":
+        rule = _adamw(section, beta1=_or(section.beta1, 0.9))
+    elif section.optimizer == "lion":
+        rule = optax.lion(
+            learning_rate(section),
+            b1=_or(section.beta1, 0.9),
+            b2=_or(section.beta2, 0.99),
+            weight_decay=section.weight_decay,
+            mask=_kernels,
+        )
+    elif section.optimizer == "adafactor":
+        rule = _adafactor(section)
+    else:
+        assert model is not None, "Muon needs the names of the weights' dimensions"
+        rule = _muon(section, model.abstract_params()[1])
+    clip = [] if section.grad_clip is None else [optax.clip_by_global_norm(section.grad_clip)]
+    return optax.chain(*clip, rule)
+
+
+def _adamw(section: TrainSection, *, beta1: float) -> optax.GradientTransformation:
+    """Loshchilov and Hutter 2019."""
+    return optax.adamw(
         learning_rate(section),
-        b1=section.beta1,
-        b2=section.beta2,
+        b1=beta1,
+        b2=_or(section.beta2, 0.99),
         weight_decay=section.weight_decay,
         mask=_kernels,
     )
-    if section.grad_clip is None:
-        return optax.chain(adamw)
-    return optax.chain(optax.clip_by_global_norm(section.grad_clip), adamw)
+
+
+def _adafactor(section: TrainSection) -> optax.GradientTransformation:
+    """Shazeer and Stern 2018, with an absolute learning rate (as Zhai et al. 2022, section 3.5) and AdamW's decay.
+
+    `optax.adafactor` would add the decay after the learning rate, so that it would not follow the schedule.
+    """
+    momentum = [] if section.beta1 is None else [optax.ema(section.beta1, debias=False)]
+    return optax.chain(
+        optax.scale_by_factored_rms(min_dim_size_to_factor=FACTORED_FROM),
+        optax.clip_by_block_rms(1.0),
+        *momentum,
+        optax.add_decayed_weights(section.weight_decay, mask=_kernels),
+        optax.scale_by_learning_rate(learning_rate(section)),
+    )
+
+
+def _muon(section: TrainSection, names: Any) -> optax.GradientTransformation:
+    """Muon (Jordan et al. 2024) for the hidden matrices, AdamW for the rest.
+
+    A stack of layers is a matrix for each layer; heads are part of what a projection reads or makes; a convolution's
+    window is part of what it reads.
+    """
+    cuts = jax.tree_util.tree_map_with_path(_matrix, names, is_leaf=_is_names)
+    labels = jax.tree.map(lambda cut: "adamw" if cut is None else "muon", cuts, is_leaf=_is_cut)
+    masked = jax.tree.map(lambda cut: optax.MaskedNode() if cut is None else cut, cuts, is_leaf=_is_cut)
+
+    def as_long_as_adamw(updates: Any, params: Any = None) -> Any:
+        del params
+
+        def one(update: Array, cut: optax.contrib.MuonDimensionNumbers) -> Array:
+            sides: Any = (cut.reduction_axis, cut.output_axis)
+            return update * (
+                MUON_RMS * math.sqrt(max(math.prod(update.shape[axis] for axis in side) for side in sides))
+            )
+
+        return jax.tree.map(one, updates, masked)
+
+    muon = optax.chain(
+        optax.contrib.scale_by_muon(beta=_or(section.beta1, 0.95), weight_dimension_numbers=masked),
+        optax.stateless(as_long_as_adamw),
+        optax.add_decayed_weights(section.weight_decay, mask=_kernels),
+        optax.scale_by_learning_rate(learning_rate(section)),
+    )
+    return optax.partition({"muon": muon, "adamw": _adamw(section, beta1=0.9)}, labels)
+
+
+def _matrix(path: Any, names: tuple[str | None, ...]) -> optax.contrib.MuonDimensionNumbers | None:
+    """Which dimensions of a hidden kernel are read and which are made, by their logical names; None for the rest."""
+    parts = [entry.key for entry in path]
+    if parts[-1] != "kernel" or parts[-2] in ENDS or parts[:-1] == ["proj_out"]:
+        return None
+    makes = 2 if names[-2:] == ("heads", "kv") else 1
+    # The unnamed dimensions of a convolution are its window; of a product, matrices that are stored together.
+    counts = ("layers",) if "conv_in" in names else ("layers", None)
+    named = [axis for axis, name in enumerate(names) if name not in counts]
+    return optax.contrib.MuonDimensionNumbers(reduction_axis=tuple(named[:-makes]), output_axis=tuple(named[-makes:]))
+
+
+def _is_names(leaf: Any) -> bool:
+    return isinstance(leaf, tuple)
+
+
+def _is_cut(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, optax.contrib.MuonDimensionNumbers)
+
+
+def _or(given: float | None, usual: float) -> float:
+    return usual if given is None else given
 
 
 def _kernels(params: Any) -> Any:

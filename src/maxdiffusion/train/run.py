@@ -15,6 +15,7 @@ from maxdiffusion.data.prompts import unknown_words
 from maxdiffusion.data.source import Source
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.errors import UsageError
+from maxdiffusion.nn.model import float_dtype
 from maxdiffusion.parallel.mesh import build_mesh, describe
 from maxdiffusion.pipelines.run_folder import METRICS, SAMPLES, TOKENIZER
 from maxdiffusion.pipelines.text_to_image import TextToImage, sampler, text_to_image_of
@@ -83,9 +84,25 @@ def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
     source = training_source(recipe.data)
     tokenizer = WordTokenizer.load(folder / TOKENIZER) if done else learn_words(captions_of(source))
     subject = text_to_image_of(recipe, mesh=mesh, vocab_size=tokenizer.vocab_size, max_length=tokenizer.max_length)
-    section, rule, layout = recipe.train, optimizer(recipe.train), subject.layout
+    section, rule, layout = recipe.train, optimizer(recipe.train, subject.model), subject.layout
     feed = make_feed(layout, tokenizer, batch_size=section.batch_size, data_sharding=recipe.data_sharding)
-    shapes = state_shapes(subject.model, rule, keeps_ema=section.ema_decay > 0)
+    shapes = state_shapes(
+        subject.model,
+        rule,
+        keeps_ema=section.ema_decay > 0,
+        master_dtype=float_dtype(section.master_dtype, "master_dtype"),
+    )
+    objective = objective_of(recipe, subject, tokenizer)
+    examples = feed.shapes(section.batch_size, subject.image_shape)
+    step = train_step(
+        objective,
+        rule,
+        shapes=shapes,
+        examples=examples,
+        ema_decay=section.ema_decay,
+        accumulation_steps=section.accumulation_steps,
+        rounding=section.rounding,
+    )
     grid = _grid(recipe, subject, tokenizer, source)
     write_run(folder, recipe, tokenizer)
     checkpoints = Checkpoints(folder)
@@ -97,9 +114,6 @@ def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
         state = (
             checkpoints.restore(done, shapes) if done else initial_state(subject.model, rule, shapes, seed=recipe.seed)
         )
-    objective = objective_of(recipe, subject, tokenizer)
-    examples = feed.shapes(section.batch_size, subject.image_shape)
-    step = train_step(objective, rule, shapes=shapes, examples=examples, ema_decay=section.ema_decay)
     compiling = time.perf_counter()
     with reporter.phase("compiling the training step"):
         compiled = step.lower(shapes, examples).compile()  # type: ignore[attr-defined]

@@ -1,0 +1,37 @@
+"""Where an optimizer's arrays live: as the weights that they belong to, less the dimension that was averaged away."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from jax.sharding import NamedSharding
+
+from maxdiffusion.parallel.layout import partition
+from maxdiffusion.parallel.rules import axes_of
+
+_AVERAGED = {"v_row": -1, "v_col": -2}
+"""Of Adafactor's two (optax's `FactoredState`): the place of the dimension that each lacks, when sorted by size."""
+
+
+def moment_sharding(
+    field: str, shape: Sequence[int], *, weight: Sequence[int], sharding: NamedSharding
+) -> NamedSharding | None:
+    """The sharding of an optimizer's array that belongs to a weight; None where its shape does not say how.
+
+    Args:
+        field: name of the array within the optimizer's state.
+        shape: of the array.
+        weight: shape of the weight.
+        sharding: of the weight.
+    """
+    shape, weight = tuple(shape), tuple(weight)
+    if shape == weight:
+        return sharding
+    if field not in _AVERAGED or len(weight) < 2:
+        return None
+    lost = int(np.argsort(weight)[_AVERAGED[field]])
+    if shape != weight[:lost] + weight[lost + 1 :]:
+        return None
+    axes = [axes_of(entry) for entry in sharding.spec] + [()] * (len(weight) - len(sharding.spec))
+    return NamedSharding(sharding.mesh, partition(axes[:lost] + axes[lost + 1 :]))
