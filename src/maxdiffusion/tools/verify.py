@@ -44,6 +44,8 @@ SMALL_LEAF = 1e-3
 """A leaf's error counts against its own norm, or this share of the whole tree's if that is larger: a leaf whose true
 gradient is zero holds rounding noise and nothing else."""
 
+_OPTIMIZER = optax.adamw(1e-3)
+
 _SIDE, _TEXT = 8, 8
 """Latents of 8 x 8, and 8 tokens of text: what a sequence can be cut into over 8 devices."""
 
@@ -252,32 +254,38 @@ def _example(model: DiffusionModel, batch: int, masked: bool) -> tuple[Any, Floa
     return inputs, random.standard_normal(like.shape, np.float32)
 
 
+@jax.jit
+def _advance(params: Any, opt_state: Any, gradients: Any) -> tuple[Any, Any]:
+    """A step of the optimizer: a program of its own, which all settings of a mesh share."""
+    updates, opt_state = _OPTIMIZER.update(gradients, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
 def _run(model: DiffusionModel, plain: Any, inputs: Any, target: np.ndarray) -> _Outcome:
-    """Ten steps of AdamW towards the target, in one compiled function, from the unrolled weights `plain`."""
-    rule = optax.adamw(1e-3)
+    """Ten steps of AdamW towards the target, in compiled functions, from the unrolled weights `plain`."""
     shapes, names = model.abstract_params()
     stacks = _stack_names(shapes, plain)
     params = functools.reduce(stack_params, stacks, plain)
     rows = model.layout.rows(target.shape[0])
-    arrays = (inputs, target)
+    arrays, placed = (inputs, target), None
     if rows is not None:
-        params = jax.device_put(params, model.layout.shardings(shapes, names))
+        placed = model.layout.shardings(shapes, names)
+        params = jax.device_put(params, placed)
         arrays = jax.device_put(arrays, rows)
 
-    @jax.jit
-    def step(params: Any, opt_state: Any, inputs: Any, target: Array) -> tuple[Any, Any, Array, Any, Array]:
+    @functools.partial(jax.jit, out_shardings=(None, placed))
+    def gradients_of(params: Any, inputs: Any, target: Array) -> tuple[tuple[Array, Array], Any]:
         def loss(params: Any) -> tuple[Array, Array]:
             out = jax.tree.leaves(model.apply({"params": params}, **inputs))[0].astype(jnp.float32)
             return jnp.mean(jnp.square(out - target)), out
 
-        (value, out), gradients = jax.value_and_grad(loss, has_aux=True)(params)
-        updates, opt_state = rule.update(gradients, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value, gradients, out
+        return jax.value_and_grad(loss, has_aux=True)(params)
 
-    opt_state, first, value = rule.init(params), None, jnp.zeros(())
+    opt_state, first, value = _OPTIMIZER.init(params), None, jnp.zeros(())
     for _ in range(NUM_STEPS + 1):
-        params, opt_state, value, gradients, out = step(params, opt_state, *arrays)
+        (value, out), gradients = gradients_of(params, *arrays)
         first = first or (out, value, gradients)
+        params, opt_state = _advance(params, opt_state, gradients)
     assert first is not None
     out, first_loss, gradients = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), first)
     gradients = functools.reduce(unstack_params, stacks, gradients)
