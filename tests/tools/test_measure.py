@@ -18,9 +18,11 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxdiffusion.models.registry import lookup
+from maxdiffusion.parallel.mesh import build_mesh
 from maxdiffusion.specs import MeshSpec
 from maxdiffusion.tools.budget import SUMS, Exchange
-from maxdiffusion.tools.measure import SMALL, STRATEGIES, Measured, as_markdown, compare, measure
+from maxdiffusion.tools.measure import SMALL, STRATEGIES, Measured, as_markdown, compare, lower_step, measure
 from maxdiffusion.tools.traffic import Collective, Traffic
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
@@ -98,6 +100,14 @@ def test_the_page_shows_these_rows(name: str) -> None:
 def test_the_page_shows_every_strategy() -> None:
     shown = re.findall(r"^\| ([^|]+) \| ([a-z]+=[^|]+) \|", PAGE.read_text(), re.MULTILINE)
     assert list(dict.fromkeys(shown)) == [(name, one.mesh) for name, one in STRATEGIES.items()]
+
+
+def test_gradients_of_gathered_keys_go_back_into_parts_of_the_sequence() -> None:
+    mesh = build_mesh(MeshSpec.parse("fsdp=2,context=4"))
+    model = lookup("flux-dev").build("tiny", mesh=mesh, context_attention="gather", scan_layers=True)
+    with compiled_anew(), standard_error() as said:
+        lower_step(model).compile()
+        assert GIVEN_UP not in said()
 
 
 def test_the_partitioner_says_when_it_gives_up(devices: np.ndarray) -> None:

@@ -224,6 +224,10 @@ def attention(
         say_once(log, f"attention: {plan.reason}", logging.INFO)
     if not full_mask:
         q, k, v, mask = _padded(Inputs(q, k, v, mask), plan, layout)
+    if plan.strategy == "gather" and not k.shape[1] % plan.parts:
+        # Gathered from equal parts, so that their gradients go back into these: the partitioner would rather gather
+        # the tokens once more for the gradient of every product before.
+        k, v = layout.constrain(k, *_Q), layout.constrain(v, *_Q)
     if choice.kernel == "dot_product" and not plan.travels:
         q = layout.constrain(q, *_Q)
         k, v = layout.constrain(k, *_KV), layout.constrain(v, *_KV)
