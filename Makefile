@@ -10,13 +10,14 @@ STAMP  := $(VENV)/.installed
 AOT    := $(VENV)/aot
 DEMO   := runs/demo
 
-.PHONY: demo test test-full setup aot lint format docs pin clean
+.PHONY: demo test test-full soak setup aot lint format docs pin clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train a small text-to-image model on 8 virtual devices, then look at its pictures"
 	@echo "make test       the tests, without the slow ones"
 	@echo "make test-full  all tests"
+	@echo "make soak       trainings killed (SIGKILL) at random, 20 times in a row, lose nothing"
 	@echo "make lint       ruff, pyright, import-linter"
 	@echo "make docs       build the documentation into site/"
 	@echo "make aot        install compilers for TPUs and GPUs into $(AOT): the tests then compile for hardware that is not here"
@@ -58,6 +59,10 @@ test: setup
 
 test-full: setup
 	@$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
+
+soak: setup
+	@echo "soak: trainings killed at random moments, 20 times in a row, must end with the bits of unbroken ones"
+	@$(BIN)/python -m tests.train.soak $(ARGS)
 
 lint: setup
 	@echo "lint: ruff, pyright, import-linter"

@@ -5,8 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
 from maxdiffusion.config.load import load_recipe
 from maxdiffusion.config.schema import Recipe
+from maxdiffusion.pipelines.checkpoint_folder import checkpoint_folder, parts_in
+from maxdiffusion.pipelines.run_folder import quiet
 
 WORDS = (
     "mesh=data=4,tensor=2",
@@ -39,3 +45,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     import json
 
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def read_bits(run: Path, step: int) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint by its name, as it is stored."""
+    found: dict[str, np.ndarray] = {}
+    folder = checkpoint_folder(run, step).absolute()
+    with quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        for part in sorted(parts_in(folder)):
+            tree = reader.metadata(folder / part).item_metadata.tree
+            plain = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+            values = reader.restore(folder / part, args=ocp.args.PyTreeRestore(restore_args=plain))
+            for path, leaf in jax.tree_util.tree_leaves_with_path(values):
+                found[f"{part}/{jax.tree_util.keystr(path, simple=True, separator='/')}"] = np.asarray(leaf)
+    return found

@@ -16,7 +16,7 @@ from maxdiffusion.config.schema import Recipe
 from maxdiffusion.data.png import read_text
 from maxdiffusion.errors import UsageError
 from maxdiffusion.parallel.mesh import build_mesh
-from maxdiffusion.pipelines.run_folder import checkpoint_steps
+from maxdiffusion.pipelines.checkpoint_folder import checkpoint_steps
 from maxdiffusion.specs import MeshSpec
 from maxdiffusion.train.run import TrainResult, train
 from tests.train.conftest import losses_of, make_subject

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from maxdiffusion import __version__
+from maxdiffusion.cli.ckpt import app as ckpt
 from maxdiffusion.cli.evaluate import evaluate
 from maxdiffusion.cli.explain import explain
 from maxdiffusion.cli.generate import generate
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 for _verb in (train, generate, evaluate, explain, verify, traffic, recipes):
     app.command()(_verb)
+app.add_typer(ckpt, name="ckpt")
 
 
 def _show_version(wanted: bool) -> None:

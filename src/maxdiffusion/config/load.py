@@ -16,6 +16,7 @@ from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.config import dialect
 from maxdiffusion.config.schema import LIST, MAPPINGS, SECTIONS, FieldError, Recipe, key_annotations, mesh_sizes
 from maxdiffusion.errors import UsageError, nearest
+from maxdiffusion.paths import as_path
 
 RUN_RECIPE = "recipe.yaml"
 """Name of the file in a run's folder that holds its whole recipe."""
@@ -78,7 +79,7 @@ def load_run(run: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     Raises:
         UsageError: no such folder, or it holds no recipe.
     """
-    folder = Path(run)
+    folder = as_path(run)
     if not folder.is_dir():
         siblings = [entry.name for entry in folder.parent.glob("*") if (entry / RUN_RECIPE).is_file()]
         hint = nearest(folder.name, siblings) if siblings else "train one first: maxdiffusion train RECIPE"

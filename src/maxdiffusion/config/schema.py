@@ -30,11 +30,13 @@ from maxdiffusion.specs import (
 ModelName = Literal["pictures", "sd15", "sd21", "sdxl", "flux-dev", "flux-schnell"]
 RulePreset = Literal["dp", "fsdp", "tp", "fsdp_tp", "hsdp", "context"]
 DType = Literal["float32", "bfloat16", "float16"]
+ResumeChange = Literal["cast", "start_ema", "drop_ema"]
 SolverName = Literal["euler", "euler_ancestral", "ddim", "dpmpp_2m"]
 
 LIST = "a list such as [a, b]"
 Text: TypeAlias = Annotated[str, Field(min_length=1, description="a text")]
 Texts: TypeAlias = Annotated[tuple[str, ...], Field(description=LIST)]
+ResumeChanges: TypeAlias = Annotated[tuple[ResumeChange, ...], Field(description="a list of cast, start_ema, drop_ema")]
 Names: TypeAlias = Annotated[tuple[str, ...], Field(description="names, such as [attention, hidden]")]
 Flag: TypeAlias = Annotated[bool, Field(strict=True, description="true or false")]
 Count: TypeAlias = Annotated[int, Field(strict=True, ge=1, description="a whole number, 1 or more")]
@@ -189,6 +191,9 @@ class TrainSection:
         log_every: steps between lines of metrics.
         sample_every: steps between grids of samples.
         checkpoint_every: steps between checkpoints; the last step always makes one.
+        keep_checkpoints: how many of the newest checkpoints stay.
+        keep_every: checkpoints of steps that are multiples of this stay too; 0 for none.
+        resume_changes: what a resumed run may change: `cast` dtypes, `start_ema`, `drop_ema`.
         eval_every: steps between losses on the held-out pairs.
     """
 
@@ -210,6 +215,9 @@ class TrainSection:
     log_every: Count = 10
     sample_every: Every = 500
     checkpoint_every: Every = 1000
+    keep_checkpoints: Count = 3
+    keep_every: Every = 0
+    resume_changes: ResumeChanges = ()
     eval_every: Every = 0
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from maxdiffusion.errors import UsageError
+from maxdiffusion.paths import as_path, is_remote
 
 
 def write_png(path: str | Path, pixels: UInt8[np.ndarray, "height width 3"], text: Mapping[str, object]) -> Path:
@@ -30,7 +31,7 @@ def write_png(path: str | Path, pixels: UInt8[np.ndarray, "height width 3"], tex
     Raises:
         UsageError: the folder cannot be made or written to.
     """
-    path = Path(path)
+    path = as_path(path)
     info = PngInfo()
     for key, value in text.items():
         info.add_itxt(key, str(value))
@@ -42,6 +43,11 @@ def write_png(path: str | Path, pixels: UInt8[np.ndarray, "height width 3"], tex
         path.parent.mkdir(parents=True, exist_ok=True)
         while True:
             try:
+                if is_remote(target):  # there, a file cannot be opened on the condition that it is new
+                    if target.exists():
+                        raise FileExistsError
+                    target.write_bytes(encoded.getvalue())
+                    return target
                 with target.open("xb") as file:
                     file.write(encoded.getvalue())
                 return target
@@ -49,7 +55,7 @@ def write_png(path: str | Path, pixels: UInt8[np.ndarray, "height width 3"], tex
                 number += 1
                 target = path.with_name(f"{path.stem}-{number}{path.suffix}")
     except OSError as error:
-        raise UsageError(f"cannot write {target}: {error.strerror}; choose another folder") from error
+        raise UsageError(f"cannot write {target}: {error.strerror or error}; choose another folder") from error
 
 
 def read_text(path: str | Path) -> dict[str, str]:

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int32
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from maxdiffusion.errors import UsageError
+from maxdiffusion.paths import as_path, write_whole
 
 PAD, UNKNOWN, BEGIN = "<pad>", "<unk>", "<begin>"
 PAD_ID, UNKNOWN_ID, BEGIN_ID = 0, 1, 2
@@ -120,10 +121,14 @@ class WordTokenizer:
             if self.model.token_to_id(word) is None
         }
 
-    def save(self, path: str | Path) -> None:
-        """Write one JSON file."""
+    def as_text(self) -> str:
+        """The JSON that `load` reads."""
         content = {"format": FORMAT, "max_length": self.max_length, "tokenizer": json.loads(self.model.to_str())}
-        Path(path).write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write one JSON file, whole or not at all."""
+        write_whole(as_path(path), self.as_text())
 
     @classmethod
     def load(cls, path: str | Path) -> WordTokenizer:
@@ -133,7 +138,7 @@ class WordTokenizer:
             FileNotFoundError: there is no such file.
             UsageError: the file is something else.
         """
-        text = Path(path).read_text(encoding="utf-8")
+        text = as_path(path).read_text(encoding="utf-8")
         try:
             content = json.loads(text)
         except json.JSONDecodeError as error:

@@ -17,6 +17,7 @@ from maxdiffusion.config.schema import LARGEST_SEED, Recipe
 from maxdiffusion.data.png import slug, write_png
 from maxdiffusion.data.prompts import unknown_words
 from maxdiffusion.errors import UsageError
+from maxdiffusion.paths import as_path
 from maxdiffusion.pipelines.text_to_image import sampler
 from maxdiffusion.pipelines.trained import open_trained, read_tokenizer
 
@@ -83,7 +84,7 @@ def generate(
     draw = sampler(trained.text_to_image, recipe.sample)
     pixels = draw.pictures(trained.params, tokenizer, prompts, num_images=num_images, seed=seed)
     files = []
-    folder = Path(run) / GENERATED if out is None else Path(out)
+    folder = as_path(run) / GENERATED if out is None else as_path(out)
     for row, index in np.ndindex(pixels.shape[:2]) if jax.process_index() == 0 else ():
         prompt, picture = prompts[row], pixels[row, index]
         text = {
@@ -91,7 +92,7 @@ def generate(
             "seed": seed,
             "index": index,
             "model": recipe.model,
-            "run": Path(run).resolve().name,
+            "run": as_path(run).resolve().name,
             "step": trained.step,
             "solver": recipe.sample.solver,
             "steps": recipe.sample.steps,

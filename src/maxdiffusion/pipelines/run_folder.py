@@ -4,7 +4,7 @@ recipe.yaml          the whole recipe
 tokenizer.json       the words of the captions
 metrics.jsonl        a line every few steps
 samples/             grids of pictures
-checkpoints/STEP/    Orbax: one item for each part of the training state
+checkpoints/STEP/    see `checkpoint_folder`
 """
 
 from __future__ import annotations
@@ -21,37 +21,12 @@ import orbax.checkpoint as ocp
 
 from maxdiffusion.errors import UsageError
 from maxdiffusion.nn.model import DiffusionModel
+from maxdiffusion.paths import as_text
+from maxdiffusion.pipelines.checkpoint_folder import checkpoint_folder, latest_step, parts_in
 
 TOKENIZER = "tokenizer.json"
 METRICS = "metrics.jsonl"
 SAMPLES = "samples"
-CHECKPOINTS = "checkpoints"
-
-
-def checkpoint_steps(run: str | Path) -> list[int]:
-    """The steps that have a whole checkpoint, in order; one that was being written when a run died does not count."""
-    folder = Path(run) / CHECKPOINTS
-    if not folder.is_dir():
-        return []
-    names = (entry.name for entry in folder.iterdir() if entry.is_dir())
-    return sorted(int(name) for name in names if name.isdigit())
-
-
-def latest_step(run: str | Path) -> int:
-    """The step of the newest checkpoint.
-
-    Raises:
-        UsageError: there is none.
-    """
-    steps = checkpoint_steps(run)
-    if not steps:
-        raise UsageError(f"run '{run}' has no checkpoint yet: train it until its first one (train.checkpoint_every)")
-    return steps[-1]
-
-
-def parts(run: str | Path, step: int) -> set[str]:
-    """Names of the parts that a checkpoint holds, such as params and ema."""
-    return {entry.name for entry in (Path(run) / CHECKPOINTS / str(step)).iterdir() if entry.is_dir()}
 
 
 def weight_shapes(model: DiffusionModel) -> Any:
@@ -71,7 +46,7 @@ def weight_shapes(model: DiffusionModel) -> Any:
     )
 
 
-def read_part(run: str | Path, step: int, part: str, like: Any) -> Any:
+def read_part(run: str | Path, step: int, part: str, like: Any, *, cast: bool = False) -> Any:
     """One part of a checkpoint.
 
     Args:
@@ -79,15 +54,26 @@ def read_part(run: str | Path, step: int, part: str, like: Any) -> Any:
         step: of the checkpoint.
         part: `params`, `ema`, `opt_state` or `key`.
         like: tree of `jax.ShapeDtypeStruct` with the shardings to read into.
+        cast: whether other dtypes than the stored ones may be read into.
 
     Raises:
-        UsageError: the checkpoint holds another tree.
+        UsageError: the checkpoint holds another tree, other dtypes, or files that cannot be read.
     """
-    folder = (Path(run) / CHECKPOINTS / str(step) / part).absolute()
+    folder = checkpoint_folder(run, step) / part
+    place = f"checkpoint {folder}"
     with quiet(), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
-        stored = reader.metadata(folder).item_metadata
-        _check_same(stored, like, f"checkpoint {folder}")
-        return reader.restore(folder, args=ocp.args.StandardRestore(like))
+        try:
+            stored = reader.metadata(as_text(folder)).item_metadata
+            _check_same(stored, like, place, part, cast=cast)
+            return reader.restore(as_text(folder), args=ocp.args.StandardRestore(like))
+        except UsageError:
+            raise
+        except (OSError, ValueError, RuntimeError) as error:
+            cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UsageError(
+                f"{place} cannot be read ({cause}): take an older one, by moving {folder.parent.name} out of "
+                f"{folder.parent.parent}"
+            ) from error
 
 
 def read_weights(run: str | Path, like: Any, *, master_dtype: Any = jnp.float32) -> tuple[Any, int]:
@@ -102,7 +88,7 @@ def read_weights(run: str | Path, like: Any, *, master_dtype: Any = jnp.float32)
         UsageError: there is no checkpoint, or it is of another model.
     """
     step = latest_step(run)
-    part = "ema" if "ema" in parts(run, step) else "params"
+    part = "ema" if "ema" in parts_in(checkpoint_folder(run, step)) else "params"
     if part == "params":
         like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, master_dtype, sharding=leaf.sharding), like)
     return read_part(run, step, part, like), step
@@ -120,15 +106,27 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _check_same(stored: Any, like: Any, place: str) -> None:
+def _check_same(stored: Any, like: Any, place: str, part: str, *, cast: bool) -> None:
     """Refuses a tree of other names, shapes or dtypes, which a restore would cast or fail on obscurely."""
     found, wanted = _leaves(stored), _leaves(like)
     for name in sorted(wanted.keys() | found.keys()):
-        if found.get(name) != wanted.get(name):
+        there, here = found.get(name), wanted.get(name)
+        if there == here:
+            continue
+        if there is not None and here is not None and there[0] == here[0]:
+            if cast:
+                continue
             raise UsageError(
-                f"{place} is of another model: {name} is {_said(found.get(name))} there and "
-                f"{_said(wanted.get(name))} here; keep model, model_config and data as they were"
+                f"{place} has {name} in {there[1]}, and {here[1]} is wanted: keep the dtypes that it was trained with, "
+                "or let them change with train.resume_changes=[cast]"
             )
+        kind, keys = (
+            ("optimizer", "its keys in train") if part == "opt_state" else ("model", "model, model_config and data")
+        )
+        raise UsageError(
+            f"{place} is of another {kind}: {name} is {_said(there)} there and {_said(here)} here; "
+            f"keep {keys} as they were"
+        )
 
 
 def _leaves(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:

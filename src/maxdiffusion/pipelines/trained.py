@@ -10,7 +10,9 @@ from maxdiffusion.config.schema import Recipe
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.nn.model import float_dtype
 from maxdiffusion.parallel.mesh import build_mesh
-from maxdiffusion.pipelines.run_folder import TOKENIZER, latest_step, read_weights, weight_shapes
+from maxdiffusion.paths import as_path
+from maxdiffusion.pipelines.checkpoint_folder import latest_step
+from maxdiffusion.pipelines.run_folder import TOKENIZER, read_weights, weight_shapes
 from maxdiffusion.pipelines.text_to_image import TextToImage, text_to_image_of
 
 
@@ -38,7 +40,7 @@ def read_tokenizer(run: str | Path) -> WordTokenizer:
         UsageError: the run has no checkpoint yet.
     """
     latest_step(run)
-    return WordTokenizer.load(Path(run) / TOKENIZER)
+    return WordTokenizer.load(as_path(run) / TOKENIZER)
 
 
 def open_trained(run: str | Path, recipe: Recipe) -> TrainedRun:

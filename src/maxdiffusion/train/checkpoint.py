@@ -1,26 +1,46 @@
-"""Checkpoints of a run: written whole or not at all, read back onto any mesh, never over another run."""
+"""Checkpoints of a run: written while training goes on, whole or not at all, read back onto any mesh."""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as keeping
 from orbax.checkpoint import type_handlers
+from orbax.checkpoint.path import atomicity_defaults
 
 from maxdiffusion.config import show
 from maxdiffusion.config.load import RUN_RECIPE, format_value, load_run
-from maxdiffusion.config.schema import Recipe, flatten
+from maxdiffusion.config.schema import Recipe, ResumeChange, flatten
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.errors import UsageError
-from maxdiffusion.pipelines.run_folder import CHECKPOINTS, TOKENIZER, checkpoint_steps, quiet, read_part
+from maxdiffusion.paths import as_path, as_text, write_whole
+from maxdiffusion.pipelines.checkpoint_folder import (
+    CHECKPOINTS,
+    MANIFEST,
+    broken_steps,
+    checkpoint_folder,
+    checkpoint_steps,
+    newest_whole,
+    parts_in,
+    sizes_in,
+)
+from maxdiffusion.pipelines.run_folder import TOKENIZER, quiet, read_part
+from maxdiffusion.train.manifest import RunFacts, manifest
 from maxdiffusion.train.state import TrainState
 
 KEPT = 3
-"""Newest checkpoints of a run that are kept."""
+"""Newest checkpoints that are kept where no recipe says how many."""
 
-PARTS = ("params", "opt_state", "ema", "key")
+PARTS = tuple(entry.name for entry in dataclasses.fields(TrainState) if entry.name != "step")
 """What a checkpoint may hold."""
 
 SHARED_BYTES = 16 * 2**20
@@ -32,27 +52,43 @@ FIXED = (
 )
 """What a resumed run may not change, by the beginnings of keys: with other values it would be another run."""
 
+_WRITE_ERRORS = (OSError, ValueError, RuntimeError, TimeoutError)
+"""What file systems, TensorStore, jax and Orbax raise where writing fails."""
+
+
+class CheckpointError(UsageError):
+    """A checkpoint could not be written; those before it are whole."""
+
 
 def open_run(recipe: Recipe, *, resume: bool) -> tuple[Path, int]:
     """The run's folder and the step to go on from, 0 for a new run.
 
     Args:
         recipe: names the folder.
-        resume: go on from the newest checkpoint, if there is one.
+        resume: go on from the newest whole checkpoint, if there is one.
 
     Raises:
-        UsageError: the folder holds another run's checkpoints, or the run to resume had another recipe.
+        UsageError: the folder holds another run's checkpoints, the run to resume had another recipe or other parts,
+            or none of its checkpoints is whole.
+
+    Warns:
+        MaxDiffusionWarning: a newer checkpoint is not whole.
     """
-    folder = Path(recipe.run or f"runs/{recipe.model}")
+    folder = as_path(recipe.run or f"runs/{recipe.model}")
     steps = checkpoint_steps(folder)
     if steps and not resume:
         raise UsageError(
             f"run '{folder}' is there already, trained to step {steps[-1]}: go on with resume=true, or give another "
             "folder with run=FOLDER"
         )
-    if steps:
-        _check_same_run(recipe, folder)
-    return folder, steps[-1] if steps else 0
+    if not steps:
+        return folder, 0
+    _check_same_run(recipe, folder)
+    step = newest_whole(folder)
+    assert step is not None, "there are checkpoints, and if none were whole that was said"
+    allowed = recipe.train.resume_changes
+    check_average(checkpoint_folder(folder, step), keeps_ema=recipe.train.ema_decay > 0, allowed=allowed)
+    return folder, step
 
 
 def write_run(folder: Path, recipe: Recipe, tokenizer: WordTokenizer) -> None:
@@ -65,12 +101,36 @@ def write_run(folder: Path, recipe: Recipe, tokenizer: WordTokenizer) -> None:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / RUN_RECIPE).write_text(show.as_yaml(recipe), encoding="utf-8")
-        tokenizer.save(folder / TOKENIZER)
+        write_whole(folder / RUN_RECIPE, show.as_yaml(recipe))
+        write_whole(folder / TOKENIZER, tokenizer.as_text())
     except OSError as error:
         raise UsageError(
-            f"run folder '{folder}' cannot be written: {error.strerror}; give another with run=FOLDER"
+            f"run folder '{folder}' cannot be written: {error.strerror or error}; give another with run=FOLDER"
         ) from error
+
+
+def check_average(folder: Path, *, keeps_ema: bool, allowed: Collection[ResumeChange]) -> None:
+    """Refuses a checkpoint that has averaged weights where the run keeps none, or has none where it keeps some.
+
+    Args:
+        folder: of the checkpoint.
+        keeps_ema: whether the run that reads it keeps averaged weights.
+        allowed: changes that the user asked for.
+
+    Raises:
+        UsageError: the two differ, and nobody asked for that.
+    """
+    has = "ema" in parts_in(folder)
+    if keeps_ema and not has and "start_ema" not in allowed:
+        raise UsageError(
+            f"checkpoint {folder} has no averaged weights, and train.ema_decay wants them: go on with "
+            "train.ema_decay=0, or let the average start from its weights with train.resume_changes=[start_ema]"
+        )
+    if has and not keeps_ema and "drop_ema" not in allowed:
+        raise UsageError(
+            f"checkpoint {folder} has averaged weights, and train.ema_decay=0 would drop them: go on with the decay "
+            "that it was trained with, or drop them with train.resume_changes=[drop_ema]"
+        )
 
 
 def _check_same_run(recipe: Recipe, folder: Path) -> None:
@@ -78,7 +138,10 @@ def _check_same_run(recipe: Recipe, folder: Path) -> None:
     old, new = (
         {key: format_value(value) for key, value in flatten(one).items()} for one in (load_run(folder).recipe, recipe)
     )
+    cast = "cast" in recipe.train.resume_changes
     for key in sorted(old.keys() | new.keys()):
+        if cast and key == "train.master_dtype":
+            continue
         fixed = any(key == name or key.startswith(f"{name}.") for name in FIXED)
         if fixed and old.get(key) != new.get(key):
             raise UsageError(
@@ -88,16 +151,42 @@ def _check_same_run(recipe: Recipe, folder: Path) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of one run (Orbax); each is written to another name and renamed when it is whole."""
+    """The checkpoints of one run (Orbax), written in the background; each gets its name when it is whole."""
 
-    def __init__(self, folder: Path) -> None:
-        """Opens them.
+    def __init__(
+        self, folder: str | Path, *, keep: int = KEPT, keep_every: int = 0, facts: RunFacts | None = None
+    ) -> None:
+        """Opens them for a run that goes on from the newest whole one.
+
+        What a process that died had begun to write is deleted; newer checkpoints that are not whole are renamed to
+        `STEP.broken`, for the run will write these steps anew.
 
         Args:
             folder: of the run.
+            keep: how many of the newest stay.
+            keep_every: those of steps that are multiples of this stay too; 0 for none.
+            facts: what each checkpoint tells besides its arrays.
         """
-        self._folder = folder
-        options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, enable_async_checkpointing=False)
+        self._folder = as_path(folder)
+        self._facts = facts
+        self._manifests: dict[int, dict[str, Any]] = {}
+        broken = broken_steps(self._folder)
+        self._saved = set(checkpoint_steps(self._folder)) - broken.keys()
+        if jax.process_index() == 0:
+            for step in broken:
+                _put_aside(checkpoint_folder(self._folder, step))
+        self._writing: int | None = None
+        self._filter = _Unheard()
+        logging.getLogger("absl").addFilter(self._filter)
+        root = as_text(self._folder / CHECKPOINTS)
+        kept: list[keeping.PreservationPolicy] = [keeping.LatestN(keep)]
+        if keep_every:
+            kept.append(keeping.EveryNSteps(keep_every))
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=keeping.AnyPreservationPolicy(kept),
+            cleanup_tmp_directories=True,
+            temporary_path_class=_sealed(self.seal, root),
+        )
         # By default Orbax cuts every replicated array on its devices, so that hosts share the writing: one small
         # compiled program a shape and device, which costs more than it saves for one host or small arrays.
         arrays = type_handlers.ArrayHandler(
@@ -106,51 +195,169 @@ class Checkpoints:
         handlers = type_handlers.create_type_handler_registry((jax.Array, arrays))
         with quiet():
             self._manager = ocp.CheckpointManager(
-                (folder / CHECKPOINTS).absolute(),
+                root,
                 options=options,
                 item_handlers={part: ocp.PyTreeCheckpointHandler(type_handler_registry=handlers) for part in PARTS},
             )
 
     def save(self, state: TrainState) -> int:
-        """Writes the state; returns its step. A checkpoint of that step is left as it is."""
+        """Begins to write the state and returns its step; the state may be donated at once.
+
+        A checkpoint of that step is left as it is. One that is still being written is waited for first.
+
+        Raises:
+            CheckpointError: this one or the one before it cannot be written.
+        """
+        self.wait()
         step = int(state.step)
-        if step in checkpoint_steps(self._folder):
+        if step in self._saved:
             return step
-        items = {"params": state.params, "opt_state": state.opt_state, "key": {"key": jax.random.key_data(state.key)}}
-        if state.ema is not None:
-            items["ema"] = state.ema
-        with quiet():
-            self._manager.save(
-                step, args=ocp.args.Composite(**{name: ocp.args.PyTreeSave(tree) for name, tree in items.items()})
-            )
-            self._manager.wait_until_finished()
+        items = _parts(state)
+        self._manifests = {step: manifest(step, items, self._facts)}
+        self._saved.add(step)
+        self._writing = step
+        args = ocp.args.Composite(**{name: ocp.args.PyTreeSave(tree) for name, tree in items.items()})
+        try:
+            with quiet():
+                self._manager.save(step, args=args, force=True)
+        except _WRITE_ERRORS as error:
+            raise self._refused(step, error) from error
         return step
 
-    def restore(self, step: int, shapes: TrainState) -> TrainState:
+    def check(self) -> None:
+        """Costs nothing while all is well; to be called after every step.
+
+        Raises:
+            CheckpointError: what was written in the background failed.
+        """
+        if self._writing is not None and not self._manager.is_saving_in_progress():
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when the last checkpoint is whole.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._writing is None:
+            return
+        step, self._writing = self._writing, None
+        try:
+            with quiet():
+                self._manager.wait_until_finished()
+        except _WRITE_ERRORS as error:
+            raise self._refused(step, error) from error
+
+    def seal(self, folder: Path, step: int) -> None:
+        """Puts into the folder of a checkpoint what it is and the size of every file; then it can get its name.
+
+        Args:
+            folder: where it is being written.
+            step: of the checkpoint.
+        """
+        facts = self._facts
+        if facts is not None:
+            (folder / RUN_RECIPE).write_text(show.as_yaml(facts.recipe), encoding="utf-8")
+            (folder / TOKENIZER).write_text(facts.tokenizer.as_text(), encoding="utf-8")
+        # Orbax writes into the files of the folder itself once more, when it renames it.
+        inside = {
+            name: size for name, size in sizes_in(folder).items() if "/" in name or name in (RUN_RECIPE, TOKENIZER)
+        }
+        content = self._manifests[step] | {"files": inside}
+        (folder / MANIFEST).write_text(json.dumps(content), encoding="utf-8")
+
+    def restore(self, step: int, shapes: TrainState, *, allowed: Collection[ResumeChange] = ()) -> TrainState:
         """The state of a checkpoint, laid out as `shapes` says, on any mesh.
 
         Args:
             step: of the checkpoint.
             shapes: from `state_shapes`.
+            allowed: changes that the user asked for.
 
         Raises:
-            UsageError: the checkpoint is of another model, or lacks the averaged weights.
+            UsageError: the checkpoint is of another model, has other dtypes or parts, or its files cannot be read.
         """
+        check_average(checkpoint_folder(self._folder, step), keeps_ema=shapes.ema is not None, allowed=allowed)
+        has_ema = "ema" in parts_in(checkpoint_folder(self._folder, step))
         sharding = shapes.step.sharding  # type: ignore[attr-defined]
-        like = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-        like = {"key": jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)}
-
-        def read(part: str, tree: Any) -> Any:
-            return read_part(self._folder, step, part, tree)
-
-        return TrainState(
-            step=jax.device_put(jax.numpy.asarray(step, jax.numpy.int32), sharding),
-            params=read("params", shapes.params),
-            opt_state=read("opt_state", shapes.opt_state),
-            ema=None if shapes.ema is None else read("ema", shapes.ema),
-            key=jax.random.wrap_key_data(read("key", like)["key"]),
-        )
+        found: dict[str, Any] = {}
+        for name, like in _parts(shapes).items():
+            starts = name == "ema" and not has_ema  # in float32, whatever the weights are kept in
+            source = "params" if starts else name
+            tree = read_part(self._folder, step, source, like, cast=starts or "cast" in allowed)
+            found[name] = jax.random.wrap_key_data(tree["key"]) if name == "key" else tree
+        parts: dict[str, Any] = dict.fromkeys(PARTS) | found
+        return TrainState(step=jax.device_put(jnp.asarray(step, jnp.int32), sharding), **parts)
 
     def close(self) -> None:
-        """Lets go of the folder."""
-        self._manager.close()
+        """Waits until the last checkpoint is whole, and lets go of the folder.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+            logging.getLogger("absl").removeFilter(self._filter)
+
+    def _refused(self, step: int, error: BaseException) -> CheckpointError:
+        self._writing = None
+        self._saved.discard(step)
+        whole = max(checkpoint_steps(self._folder), default=None)
+        left = "there is none before it" if whole is None else f"the newest whole one is that of step {whole}"
+        return CheckpointError(
+            f"the checkpoint of step {step} could not be written to {self._folder}: {_cause(error)}; {left}: make room "
+            "or make the folder writable, then go on with resume=true"
+        )
+
+
+class _Unheard(logging.Filter):
+    """Holds back what Orbax logs of its threads: their errors are raised, in one line."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "orbax" not in record.pathname
+
+
+def _parts(state: TrainState) -> dict[str, Any]:
+    """The parts of a state that are written; random keys as the numbers that they are made of."""
+    trees = {name: getattr(state, name) for name in PARTS}
+    return {
+        name: {"key": _key_data(tree)} if name == "key" else tree for name, tree in trees.items() if tree is not None
+    }
+
+
+def _key_data(key: Any) -> Any:
+    if isinstance(key, jax.Array):
+        return jax.random.key_data(key)
+    like = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(key.shape, key.dtype))
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=key.sharding)
+
+
+def _put_aside(folder: Path) -> None:
+    """Renames a checkpoint that is not whole, to a name that no other has."""
+    number, target = 1, folder.with_name(f"{folder.name}.broken")
+    while target.exists():
+        number += 1
+        target = folder.with_name(f"{folder.name}.broken-{number}")
+    folder.rename(target)
+
+
+def _sealed(seal: Callable[[Path, int], None], root: str) -> type:
+    """Orbax's way from a folder that is written to one that is whole, with our own files put in at the very end."""
+    base: Any = atomicity_defaults.get_default_temporary_path_class(as_path(root))  # type: ignore[arg-type]
+
+    class Sealed(base):
+        async def finalize(self) -> None:
+            final = self.get_final()
+            if final.name.isdigit():  # a part's folder comes by here too
+                await asyncio.to_thread(seal, as_path(self.get()), int(final.name))
+            await super().finalize()
+
+    return Sealed
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of an error."""
+    said = str(error).strip().splitlines()
+    return said[0] if said else type(error).__name__

@@ -24,6 +24,7 @@ from maxdiffusion.data.png import picture_grid, write_png
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.diffusion.timesteps import Uniform
 from maxdiffusion.errors import UsageError
+from maxdiffusion.paths import as_path
 from maxdiffusion.pipelines.run_folder import SAMPLES
 from maxdiffusion.pipelines.text_to_image import sampler
 from maxdiffusion.pipelines.trained import open_trained
@@ -170,7 +171,7 @@ def evaluate_run(run: str | Path, *, recipe: Recipe | None = None, num_seeds: in
         UsageError: there is no such run, or it holds no pairs out.
     """
     began = time.perf_counter()
-    folder, reporter = Path(run), Reporter()
+    folder, reporter = as_path(run), Reporter()
     recipe = load_run(folder).recipe if recipe is None else recipe
     source = held_out_source(recipe.data)
     if source is None:

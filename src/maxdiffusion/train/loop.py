@@ -85,8 +85,12 @@ class Loop:
 
         A signal (Ctrl-C, SIGTERM) stops after the step that runs: the state is saved. A second one stops at once.
 
+        Returns:
+            What came of it; the last checkpoint is whole.
+
         Raises:
             DivergedError: a loss is not finite.
+            CheckpointError: a checkpoint could not be written, at the step after that became known.
         """
         section, done = self.section, int(state.step)
         self._first = done
@@ -98,11 +102,15 @@ class Loop:
                 state, result = self.step(state, self.feed(batch))
                 self._pending.append(result)
                 done += 1
+                self.checkpoints.check()
                 self._between(done, state, stop)
             if stop.asked and done < section.steps:
                 self._flush(done)
                 saved = self.checkpoints.save(state)
+                self.checkpoints.wait()
                 self.reporter.say(f"interrupted: saved step {saved}; go on with resume=true")
+        self.checkpoints.wait()
+        self.metrics.flush()
         return Outcome(
             state=state,
             loss=self._recent_loss(),
@@ -133,6 +141,7 @@ class Loop:
                 self.on_sample(state)
         if last or due(section.checkpoint_every):
             self._flush(done)
+            self.metrics.flush()
             with self._clock_stopped():
                 self.checkpoints.save(state)
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+
+from maxdiffusion.paths import is_remote, write_whole
+
+SECONDS_BETWEEN_WRITES = 10.0
+"""An object store's files cannot grow: the whole file is written anew, and not more often than this."""
 
 
 class MetricsFile:
@@ -26,12 +31,12 @@ class MetricsFile:
             resume_step: lines of later steps are dropped: a run that died after its last checkpoint wrote some.
         """
         self.path = path
+        self._told = -float("inf")
         self._writes = jax.process_index() == 0
         if self._writes:
             kept = [line for line in _lines(path) if resume_step and _step(line) <= resume_step]
-            partial = path.with_suffix(".tmp")
-            partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-            os.replace(partial, path)
+            self._text = "".join(f"{line}\n" for line in kept)
+            write_whole(path, self._text)
 
     def write(self, step: int, values: Mapping[str, float | int | str | list[float]]) -> None:
         """Appends a line.
@@ -46,8 +51,20 @@ class MetricsFile:
             key: [_finite(one) for one in value] if isinstance(value, list) else _finite(value)
             for key, value in values.items()
         }
+        line = json.dumps({"step": step, **plain}) + "\n"
+        if is_remote(self.path):
+            self._text += line
+            if time.monotonic() - self._told >= SECONDS_BETWEEN_WRITES:
+                self.flush()
+            return
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **plain}) + "\n")
+            file.write(line)
+
+    def flush(self) -> None:
+        """Brings an object store's file up to date; a local one always is."""
+        if self._writes and is_remote(self.path):
+            write_whole(self.path, self._text)
+            self._told = time.monotonic()
 
 
 def _finite(value: float | int | str) -> float | int | str | None:
@@ -56,7 +73,7 @@ def _finite(value: float | int | str) -> float | int | str | None:
 
 def _lines(path: Path) -> list[str]:
     """The whole lines of the file; a process that was killed may have left half a line."""
-    if not path.is_file():
+    if not path.exists():
         return []
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():

@@ -23,6 +23,7 @@ from maxdiffusion.train.checkpoint import Checkpoints, open_run, write_run
 from maxdiffusion.train.evaluate import HeldOutLoss
 from maxdiffusion.train.feed import captions_of, held_out_source, learn_words, make_feed, training_source
 from maxdiffusion.train.loop import Loop
+from maxdiffusion.train.manifest import RunFacts
 from maxdiffusion.train.metrics import MetricsFile
 from maxdiffusion.train.optim import optimizer
 from maxdiffusion.train.progress import Reporter
@@ -105,14 +106,17 @@ def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
     )
     grid = _grid(recipe, subject, tokenizer, source)
     write_run(folder, recipe, tokenizer)
-    checkpoints = Checkpoints(folder)
+    facts = RunFacts(recipe=recipe, layout=layout, tokenizer=tokenizer, num_samples=len(source))
+    checkpoints = Checkpoints(folder, keep=section.keep_checkpoints, keep_every=section.keep_every, facts=facts)
     reporter.say(
         f"run {folder}: {len(source)} pictures of {recipe.data.size} x {recipe.data.size}, "
         f"{_count(shapes) / 1e6:.1f} M parameters, mesh {describe(mesh)}"
     )
     with reporter.phase(f"reading step {done}" if done else "making the weights"):
         state = (
-            checkpoints.restore(done, shapes) if done else initial_state(subject.model, rule, shapes, seed=recipe.seed)
+            checkpoints.restore(done, shapes, allowed=section.resume_changes)
+            if done
+            else initial_state(subject.model, rule, shapes, seed=recipe.seed)
         )
     compiling = time.perf_counter()
     with reporter.phase("compiling the training step"):
@@ -150,8 +154,10 @@ def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
         on_sample=draw,
         on_evaluate=None if held_out_loss is None else measure,
     )
-    outcome = loop.run(state)
-    checkpoints.close()
+    try:
+        outcome = loop.run(state)
+    finally:
+        checkpoints.close()
     return TrainResult(
         run=folder,
         step=int(outcome.state.step),

@@ -1,0 +1,177 @@
+"""What the folder of a checkpoint holds and whether it is whole: read without jax, on any machine.
+
+checkpoints/STEP/
+    params/ opt_state/ ema/ key/    one folder for each part of the training state, written by Orbax
+    recipe.yaml                     the recipe that the step was trained with
+    tokenizer.json                  the words of the captions
+    checkpoint.json                 what all this is, and the size of every file; written last
+
+A checkpoint is written under another name and renamed when it is whole (in an object store it is whole when
+`commit_success.txt` is there), so a process may die at any moment.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from maxdiffusion.errors import MaxDiffusionWarning, UsageError
+from maxdiffusion.paths import as_path, is_remote
+
+CHECKPOINTS = "checkpoints"
+MANIFEST = "checkpoint.json"
+FORMAT = 1
+"""Of the manifest; a reader knows its own and older ones."""
+
+COMMITTED = "commit_success.txt"
+"""Orbax's mark in an object store that a folder is whole."""
+
+ORBAX_FILES = ("_METADATA", "manifest.ocdbt")
+"""What each part has at least."""
+
+
+def checkpoint_folder(run: str | Path, step: int) -> Path:
+    """The folder of a checkpoint."""
+    return as_path(run) / CHECKPOINTS / str(step)
+
+
+def checkpoint_steps(run: str | Path) -> list[int]:
+    """The steps that have a checkpoint, in order; one that was being written when a run died does not count."""
+    folder = as_path(run) / CHECKPOINTS
+    if not folder.is_dir():
+        return []
+    found = [entry for entry in folder.iterdir() if entry.name.isdigit() and entry.is_dir()]
+    if is_remote(folder):
+        found = [entry for entry in found if (entry / COMMITTED).exists()]
+    return sorted(int(entry.name) for entry in found)
+
+
+def unfinished_steps(run: str | Path) -> list[int]:
+    """The steps whose checkpoints were begun and not finished: a process writes them now, or died while it did."""
+    folder = as_path(run) / CHECKPOINTS
+    if not folder.is_dir():
+        return []
+    names = {entry.name.partition(".orbax-checkpoint-tmp")[0] for entry in folder.iterdir() if entry.is_dir()}
+    begun = {int(name) for name in names if name.isdigit()}
+    return sorted(begun - set(checkpoint_steps(run)))
+
+
+def parts_in(folder: Path) -> set[str]:
+    """Names of the parts that a checkpoint's folder holds, such as params and ema."""
+    return {entry.name for entry in folder.iterdir() if entry.is_dir()}
+
+
+def read_manifest(folder: Path) -> Mapping[str, Any] | None:
+    """What a checkpoint says of itself; None for one of an older version, which says nothing.
+
+    Raises:
+        UsageError: the file is cut off, or of a newer version.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{path} cannot be read ({error}): take another checkpoint") from error
+    if not isinstance(content, dict) or not isinstance(content.get("format"), int):
+        raise UsageError(f"{path} does not say what the checkpoint is: take another checkpoint")
+    if content["format"] > FORMAT:
+        raise UsageError(
+            f"{path} has format {content['format']}, and this version reads {FORMAT}: install a newer maxdiffusion"
+        )
+    return content
+
+
+def flaw_of(folder: Path) -> str | None:
+    """Why a checkpoint's folder is not whole, in a few words; None if it is.
+
+    Every file must have the size that it was written with; contents are checked by Orbax when they are read.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except UsageError as error:
+        return str(error).removeprefix(f"{folder}/").partition(":")[0]
+    if manifest is None:
+        parts = parts_in(folder)
+        names = [f"{part}/{name}" for part in sorted(parts | {"params"}) for name in ORBAX_FILES]
+        missing = next((name for name in names if not (folder / name).exists()), None)
+        return None if missing is None else f"{missing} is missing"
+    for name, size in manifest["files"].items():
+        path = folder / name
+        if not path.exists():
+            return f"{name} is missing"
+        length = file_size(path)
+        if length != size:
+            return f"{name} has {length} bytes of {size}"
+    return None
+
+
+def flaw(run: str | Path, step: int) -> str | None:
+    """Why a checkpoint is not whole, in a few words; None if it is."""
+    return flaw_of(checkpoint_folder(run, step))
+
+
+def newest_whole(run: str | Path) -> int | None:
+    """The newest step whose checkpoint is whole; None where there are no checkpoints.
+
+    Raises:
+        UsageError: there are some, and none is whole.
+
+    Warns:
+        MaxDiffusionWarning: for each newer one that is not whole: which, and why.
+    """
+    broken = broken_steps(run)
+    whole = [step for step in checkpoint_steps(run) if step not in broken]
+    lines = [f"checkpoint {checkpoint_folder(run, step)} is not whole: {why}" for step, why in broken.items()]
+    if lines and not whole:
+        raise UsageError(f"{'; '.join(lines)}: none is left to use, bring back the files or start another run")
+    for line in lines:
+        warnings.warn(MaxDiffusionWarning(f"{line}: step {whole[-1]} is used instead"), stacklevel=2)
+    return whole[-1] if whole else None
+
+
+def broken_steps(run: str | Path) -> dict[int, str]:
+    """The checkpoints that are newer than the newest whole one, the newest first, each with what is wrong with it."""
+    broken = {}
+    for step in reversed(checkpoint_steps(run)):
+        why = flaw(run, step)
+        if why is None:
+            break
+        broken[step] = why
+    return broken
+
+
+def latest_step(run: str | Path) -> int:
+    """The step of the newest whole checkpoint.
+
+    Raises:
+        UsageError: there is none.
+
+    Warns:
+        MaxDiffusionWarning: a newer one is not whole.
+    """
+    step = newest_whole(run)
+    if step is None:
+        raise UsageError(f"run '{run}' has no checkpoint yet: train it until its first one (train.checkpoint_every)")
+    return step
+
+
+def sizes_in(folder: Path) -> dict[str, int]:
+    """Size of every file of a folder and of the folders in it, by its path in there."""
+    found: dict[str, int] = {}
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            found |= {f"{entry.name}/{name}": size for name, size in sizes_in(entry).items()}
+        else:
+            found[entry.name] = file_size(entry)
+    return found
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a file."""
+    status: Any = path.stat()
+    return int(status.length if is_remote(path) else status.st_size)
