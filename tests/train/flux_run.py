@@ -17,6 +17,7 @@ from maxdiffusion.config.schema import TrainSection
 from maxdiffusion.data.batches import batches
 from maxdiffusion.data.pictures import pictures
 from maxdiffusion.diffusion.noise import noise, stream
+from maxdiffusion.diffusion.timesteps import TimeSampler, Uniform
 from maxdiffusion.models.registry import lookup
 from maxdiffusion.nn.model import DiffusionModel
 from maxdiffusion.parallel.mesh import build_mesh
@@ -39,13 +40,14 @@ class FluxObjective:
     """Flow matching on pictures of 4 x 4 pixels as 4 tokens; text is noise that the caption's ids decide."""
 
     model: DiffusionModel
+    times: TimeSampler = Uniform()  # noqa: RUF009  (frozen)
 
     def losses(self, params: Any, examples: Examples, key: jax.Array, step: jax.Array) -> jax.Array:
         """The loss of each sample, float32."""
         rows = examples.images.shape[0]
         data = jnp.tile(examples.images.reshape(rows, 4, 12), (1, 1, 2))[..., :16]
         drawn = noise(stream(key, "noise"), examples.index, data.shape[1:], step=step)
-        time = (jnp.arange(rows) + 0.5)[:, None, None] / rows
+        time = self.times(key, examples.index, step=step)[:, None, None]
         text = jnp.sin(examples.ids[:, :6, None] * jnp.arange(1.0, 25.0)[None, None])
         out: Any = self.model.apply(
             {"params": params},
