@@ -8,10 +8,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maxdiffusion.data import folder as module
-from maxdiffusion.data.folder import BrokenDataError, folder
+from maxdiffusion.data import shards as module
+from maxdiffusion.data.folder import folder_shard
+from maxdiffusion.data.report import BrokenDataError
+from maxdiffusion.data.shards import ShardedPictures, open_shards
 from maxdiffusion.data.source import Source
 from maxdiffusion.errors import MaxDiffusionWarning, UsageError
+
+
+def folder(root: Path, **arguments) -> ShardedPictures:
+    return open_shards([folder_shard(root)], str(root), **arguments)
 
 
 def paint(path: Path, color: tuple[int, int, int] = (200, 30, 30), size: tuple[int, int] = (12, 8)) -> None:
@@ -58,7 +64,7 @@ def test_metadata_names_images_and_captions(tmp_path: Path):
     paint(tmp_path / "deep" / "y.webp", (250, 250, 250))
     metadata(tmp_path, {"file_name": "./deep/y.webp", "text": "why"}, "", {"file_name": "x.png", "text": "ex", "id": 3})
     source = folder(tmp_path, size=4)
-    assert list(zip(source.names, source.captions, strict=True)) == [("deep/y.webp", "why"), ("x.png", "ex")]
+    assert list(zip(source.keys, source.captions, strict=True)) == [("deep/y.webp", "why"), ("x.png", "ex")]
     assert source[1].image.tolist() == [[[1, 2, 3]] * 4] * 4
 
 
@@ -87,7 +93,7 @@ def test_links_are_followed_each_folder_once(tmp_path: Path):
     (root / "loop").symlink_to(root)
     (root / "b.png").symlink_to(tmp_path / "elsewhere" / "a.png")
     (root / "b.txt").write_text("by file")
-    assert folder(root, size=8).names == ("b.png", "images/a.png")
+    assert folder(root, size=8).keys == ("b.png", "images/a.png")
 
 
 # --- what can be broken -----------------------------------------------------------------------------------------------
@@ -162,7 +168,7 @@ def test_an_image_with_two_captions_is_ambiguous_twice_the_same_is_not(tmp_path:
     )
     with pytest.warns(MaxDiffusionWarning):
         source = folder(tmp_path, size=8, on_broken="skip")
-    assert source.names == ("b.png",)
+    assert source.keys == ("b.png",)
     assert [str(entry) for entry in source.report.broken] == ["a.png: has different captions in metadata.jsonl"]
     assert any("listed more than once" in note and "b.png" in note for note in source.report.notes)
 
@@ -223,7 +229,9 @@ def test_a_root_that_is_not_there_or_no_folder(tmp_path: Path):
 
 
 def only(root: Path, size: int = 8) -> np.ndarray:
-    (next(path for path in root.iterdir() if path.suffix != ".txt")).with_suffix(".txt").write_text("a thing")
+    (next(path for path in root.iterdir() if path.is_file() and path.suffix != ".txt")).with_suffix(".txt").write_text(
+        "a thing"
+    )
     return folder(root, size=size)[0].image
 
 

@@ -9,201 +9,74 @@ from __future__ import annotations
 
 import json
 import os
-import struct
-import warnings
-import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
-import numpy as np
-from jaxtyping import UInt8
-from PIL import Image, ImageOps
+from maxdiffusion.data.decode import EXTENSIONS
+from maxdiffusion.data.index import Entry, Listing, Stamp
+from maxdiffusion.data.report import Broken, name_some
+from maxdiffusion.data.shards import one_line
+from maxdiffusion.errors import UsageError
 
-from maxdiffusion.data.source import Sample
-from maxdiffusion.errors import MaxDiffusionWarning, UsageError, nearest
-
-OnBroken = Literal["skip", "error"]
 METADATA = "metadata.jsonl"
-EXTENSIONS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
-KEEP_BYTES = 2**30  # decoded images are kept in memory while all of them together need no more than this
-NAMED_IN_MESSAGE = 10
-
-# What Pillow raises on files that are cut short, mangled or no images at all.
-_DECODING_ERRORS = (
-    OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, OverflowError,
-    struct.error, zlib.error, Image.DecompressionBombError,
-)  # fmt: skip
 
 
-class BrokenDataError(UsageError):
-    """Some of a folder's entries cannot be used, and `on_broken` is "error"."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Broken:
-    """One entry that cannot be used.
-
-    Attributes:
-        name: the file, relative to the folder, or the line of `metadata.jsonl`.
-        reason: what is wrong with it, without the name.
-    """
-
-    name: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.reason}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class FolderReport:
-    """What was found in a folder.
-
-    Attributes:
-        used: number of images with a caption that make up the source.
-        broken: entries that cannot be used, in the order of their names.
-        notes: sentences on what works but may not be meant: images listed twice, one caption for many images, text
-            files without an image, images smaller than the size asked for.
-    """
-
-    used: int
-    broken: tuple[Broken, ...]
-    notes: tuple[str, ...]
-
-    def __str__(self) -> str:
-        lines = [f"{self.used} images with captions", *self.notes]
-        if self.broken:
-            lines.append(f"{len(self.broken)} cannot be used: {_name_some(self.broken)}")
-        return "; ".join(lines)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Folder:
-    """What `folder` returns: a `Source` over the usable images, in the order of their names.
-
-    Attributes:
-        root: the folder.
-        names: file of each image, relative to the folder, with forward slashes; these are the samples' keys.
-        captions: one an image.
-        size: side of the images in pixels.
-        report: what was found, and what could not be used.
-        kept: the decoded images where they all fit into memory, else None, and files are read when asked for.
-    """
-
-    root: Path
-    names: tuple[str, ...]
-    captions: tuple[str, ...]
-    size: int
-    report: FolderReport
-    kept: tuple[UInt8[np.ndarray, "size size 3"], ...] | None
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __getitem__(self, index: int, /) -> Sample:
-        name = self.names[index]
-        if self.kept is not None:
-            image = self.kept[index]
-        else:
-            read = _read(self.root / name, self.size)
-            if isinstance(read, str):
-                raise BrokenDataError(f"{name} could be read when training began and no longer can: {read}")
-            image = read.image
-        return Sample(image=image, caption=self.captions[index], key=name)
-
-
-def folder(root: str | Path, *, size: int, on_broken: OnBroken = "error", num_threads: int = 4) -> Folder:
-    """Open a folder of captioned images; each is decoded once now, so that no broken one turns up hours later.
-
-    An image is turned upright (EXIF), laid on white where it is transparent, scaled so that its shorter side is `size`,
-    and cropped in the middle to a square. Sixteen-bit, grey, palette and CMYK images become 8-bit RGB; of an animation
-    the first frame is taken. Colour profiles are not applied.
-
-    Args:
-        root: the folder.
-        size: side of the square images in pixels.
-        on_broken: with `error` entries that cannot be used are an error that names them; with `skip` they are left out,
-            with a warning that names them (all are in `.report.broken`).
-        num_threads: threads that decode.
+def folder_shard(root: str | Path) -> FolderShard:
+    """The folder, for `open_shards`.
 
     Raises:
-        BrokenDataError: something cannot be used and `on_broken` is "error".
-        UsageError: no such folder, nothing usable in it, or an argument out of range.
+        UsageError: there is no such folder.
     """
     root = Path(root)
-    if on_broken not in get_args(OnBroken):
-        raise UsageError(f"unknown on_broken '{on_broken}': {nearest(on_broken, get_args(OnBroken))}")
-    if size < 1:
-        raise UsageError(f"size is {size}: it is a number of pixels, at least 1")
     if not root.is_dir():
         what = "a file" if root.exists() else "not there"
         raise UsageError(f"{root} is {what}: give a folder of images with captions")
-    found = _from_metadata(root) if (root / METADATA).is_file() else _from_text_files(root)
-    names = sorted(found.captions)
-    keep = len(names) * size * size * 3 <= KEEP_BYTES
-    with ThreadPoolExecutor(num_threads) as pool:
-        read = list(pool.map(lambda name: _read(root / name, size, keep=keep), names))
-    broken = list(found.broken)
-    used: list[tuple[str, _Read]] = []
-    for name, result in zip(names, read, strict=True):
-        if isinstance(result, str):
-            broken.append(Broken(name=name, reason=result))
-        else:
-            used.append((name, result))
-    broken.sort(key=lambda entry: entry.name)
-    notes = list(found.notes)
-    small = [name for name, result in used if result.enlarged]
-    if small:
-        notes.append(f"{len(small)} images are smaller than {size} pixels: {_name_some(small)}")
-    report = FolderReport(used=len(used), broken=tuple(broken), notes=tuple(notes))
-    _judge(root, report, on_broken)
-    return Folder(
-        root=root,
-        names=tuple(name for name, _ in used),
-        captions=tuple(found.captions[name] for name, _ in used),
-        size=size,
-        report=report,
-        kept=tuple(result.image for _, result in used) if keep else None,
-    )
-
-
-def _judge(root: Path, report: FolderReport, on_broken: OnBroken) -> None:
-    """Raise or warn as `on_broken` says; an empty result is always an error."""
-    if report.broken and on_broken == "error":
-        raise BrokenDataError(
-            f"{len(report.broken)} of {len(report.broken) + report.used} entries in {root} cannot be used: "
-            f"{_name_some(report.broken)}. Mend or remove them, or leave them out with on_broken='skip'"
-        )
-    if not report.used:
-        count = len(report.broken)
-        why = f"all {count} entries are broken: {_name_some(report.broken)}" if count else "it has none"
-        raise UsageError(f"no usable image in {root}: {why}. Images need a line in {METADATA} or a .txt beside them")
-    if report.broken:
-        warnings.warn(
-            f"{len(report.broken)} of {len(report.broken) + report.used} entries in {root} are left out: "
-            f"{_name_some(report.broken)}",
-            MaxDiffusionWarning,
-            stacklevel=3,
-        )
-
-
-def _name_some(entries: Sequence[object]) -> str:
-    more = f", and {len(entries) - NAMED_IN_MESSAGE} more" if len(entries) > NAMED_IN_MESSAGE else ""
-    return ", ".join(str(entry) for entry in entries[:NAMED_IN_MESSAGE]) + more
-
-
-# --- Which images there are, and their captions ---------------------------------------------------------------------
+    return FolderShard(root=root)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
-    captions: dict[str, str]  # file relative to the root -> caption
-    broken: tuple[Broken, ...]
-    notes: tuple[str, ...]
+class FolderShard:
+    """A folder as one shard.
+
+    Attributes:
+        root: the folder.
+    """
+
+    root: Path
+
+    @property
+    def name(self) -> str:
+        """None: files are named relative to the folder."""
+        return ""
+
+    @property
+    def home(self) -> Path:
+        """The folder itself."""
+        return self.root
+
+    def stamp(self) -> Stamp:
+        """Of all files below the folder."""
+        return Stamp.of([self.root / name for name in _files(self.root)], self.root, "folder")
+
+    def listing(self) -> Listing:
+        """The images with a caption, by name."""
+        return _from_metadata(self.root) if (self.root / METADATA).is_file() else _from_text_files(self.root)
+
+    def read(self, key: str, place: tuple[int, int]) -> bytes | str:
+        """The file of this name."""
+        path = self.root / key
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            return "is a link to nothing" if path.is_symlink() else "there is no such file"
+        except OSError as error:
+            return f"cannot be read ({error.strerror})"
+
+
+def _listing(captions: dict[str, str], broken: list[Broken], notes: list[str]) -> Listing:
+    entries = tuple(Entry(key=name, caption=captions[name], place=(0, 0)) for name in sorted(captions))
+    return Listing(entries=entries, broken=tuple(broken), notes=tuple(notes))
 
 
 def _files(root: Path) -> list[str]:
@@ -225,11 +98,7 @@ def _is_image(name: str) -> bool:
     return Path(name).suffix.lower() in EXTENSIONS
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _from_metadata(root: Path) -> _Found:
+def _from_metadata(root: Path) -> Listing:
     """Captions as `metadata.jsonl` gives them; images that it does not name are broken for want of a caption."""
     broken: list[Broken] = []
     captions: dict[str, str] = {}
@@ -258,9 +127,8 @@ def _from_metadata(root: Path) -> _Found:
     unlisted = [name for name in files if _is_image(name) and name not in listed]
     broken += [Broken(name=name, reason=f"no caption: {METADATA} does not name it") for name in unlisted]
     twice = sorted(repeated.keys() - conflicts)
-    notes = [f"{len(twice)} images are listed more than once and used once: {_name_some(twice)}"] if twice else []
-    notes += _same_caption(captions.values())
-    return _Found(captions=captions, broken=tuple(broken), notes=tuple(notes))
+    notes = [f"{len(twice)} images are listed more than once and used once: {name_some(twice)}"] if twice else []
+    return _listing(captions, broken, notes)
 
 
 def _parse(line: bytes, root: Path) -> tuple[str, str] | str:
@@ -278,10 +146,10 @@ def _parse(line: bytes, root: Path) -> tuple[str, str] | str:
     name = os.path.normpath(entry["file_name"].replace("\\", "/")).replace(os.sep, "/")
     if not entry["file_name"].strip() or name.startswith("..") or os.path.isabs(name):
         return f"file_name {entry['file_name']!r} does not lie in {root.name or root}"
-    return name, _one_line(entry["text"])
+    return name, one_line(entry["text"])
 
 
-def _from_text_files(root: Path) -> _Found:
+def _from_text_files(root: Path) -> Listing:
     """Captions from the text file beside each image."""
     files = _files(root)
     text_files = {name: name for name in files if Path(name).suffix == ".txt"}
@@ -296,7 +164,7 @@ def _from_text_files(root: Path) -> _Found:
             continue
         users[wanted] += 1
         try:
-            text = _one_line((root / text_files[wanted]).read_bytes().decode("utf-8-sig"))
+            text = one_line((root / text_files[wanted]).read_bytes().decode("utf-8-sig"))
         except (UnicodeDecodeError, OSError) as error:
             broken.append(Broken(name=name, reason=f"its caption {text_files[wanted]} cannot be read ({error})"))
             continue
@@ -308,63 +176,7 @@ def _from_text_files(root: Path) -> _Found:
     alone = sorted(text_files.keys() - users.keys())
     notes = []
     if shared:
-        notes.append(f"{len(shared)} text files caption several images each: {_name_some(shared)}")
+        notes.append(f"{len(shared)} text files caption several images each: {name_some(shared)}")
     if alone:
-        notes.append(f"{len(alone)} text files have no image: {_name_some(alone)}")
-    notes += _same_caption(captions.values())
-    return _Found(captions=captions, broken=tuple(broken), notes=tuple(notes))
-
-
-def _same_caption(captions: Iterable[str]) -> list[str]:
-    counts = Counter(captions)
-    repeated = [f"'{text}' ({count} times)" for text, count in counts.most_common() if count > 1]
-    return [f"{len(repeated)} captions come more than once: {_name_some(repeated)}"] if repeated else []
-
-
-# --- Reading one image ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Read:
-    image: UInt8[np.ndarray, "size size 3"]
-    enlarged: bool
-
-
-_NOTHING = np.zeros((0, 0, 3), np.uint8)
-
-
-def _read(path: Path, size: int, *, keep: bool = True) -> _Read | str:
-    """The image as a square of RGB, or the reason why it cannot be had; without `keep` only whether it can."""
-    try:
-        if not path.exists():
-            return "is a link to nothing" if path.is_symlink() else "there is no such file"
-        if path.stat().st_size == 0:
-            return "is an empty file"
-        with Image.open(path) as opened:
-            opened.load()
-            picture = _to_rgb(ImageOps.exif_transpose(opened))
-    except Image.UnidentifiedImageError:
-        return "is not an image, or of a kind that cannot be read"
-    except _DECODING_ERRORS as error:
-        return f"cannot be decoded ({_one_line(str(error)) or type(error).__name__})"
-    enlarged = min(picture.size) < size
-    if not keep:
-        return _Read(image=_NOTHING, enlarged=enlarged)
-    square = ImageOps.fit(picture, (size, size), Image.Resampling.LANCZOS, centering=(0.5, 0.5))
-    return _Read(image=np.asarray(square), enlarged=enlarged)
-
-
-def _to_rgb(picture: Image.Image) -> Image.Image:
-    """Eight-bit RGB on white."""
-    if picture.mode.startswith("I"):  # 16 bits of grey; Pillow's own conversion would clip them at 255
-        grey = np.asarray(picture).astype(np.float64) / 257
-        if grey.max() > 255 or grey.min() < 0:
-            raise ValueError("32-bit grey values: save it with 8 or 16 bits")
-        return Image.fromarray(np.rint(grey).astype(np.uint8)).convert("RGB")
-    if picture.mode == "F":
-        raise ValueError("floating-point grey values without a range: save it with 8 or 16 bits")
-    if not picture.has_transparency_data:
-        return picture.convert("RGB")
-    picture = picture.convert("RGBA")
-    white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
-    return Image.alpha_composite(white, picture).convert("RGB")
+        notes.append(f"{len(alone)} text files have no image: {name_some(alone)}")
+    return _listing(captions, broken, notes)
