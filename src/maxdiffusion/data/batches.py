@@ -1,21 +1,20 @@
 """Batches as a pure function of (seed, step): any host asks for any step at any time and gets its share of that batch.
 
-The samples of a source form one endless stream: epoch after epoch, each a fresh permutation made from an index and a
-seed (Grain's index shuffle), so no buffer, no state and no worker has a say in the order. Batch `step` is the rows
-`step * batch_size ... (step + 1) * batch_size - 1` of that stream, whatever the number of hosts; host i of n takes the
-i-th n-th of them. Resuming is asking for the next step.
+Which samples a step has is said by `BatchOrder`, so no buffer, no state and no worker has a say in it. Host i of n
+takes the i-th n-th of its rows. Resuming is asking for the next step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import grain
 import numpy as np
-from jaxtyping import Float32, Int64
+from jaxtyping import Float32, Int, Int64
 
+from maxdiffusion.data.order import BatchOrder
 from maxdiffusion.data.source import Source, to_float
 from maxdiffusion.errors import UsageError, nearest
 
@@ -94,10 +93,10 @@ class Batches:
             start: the first step.
             num_threads: threads that make batches ahead of time (for sources that read files); 0 makes each when it is
                 asked for. The batches are the same.
-            buffer_size: how many batches may wait, with threads.
+            buffer_size: how many batches may wait, with threads; at least one a thread.
         """
         if num_threads:
-            options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=buffer_size)
+            options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=max(buffer_size, num_threads))
             yield from self._stream.slice(slice(start, None)).to_iter_dataset(options)
             return
         step = start
@@ -115,6 +114,7 @@ def batches(
     epochs: Epochs = "endless",
     shard_index: int = 0,
     num_shards: int = 1,
+    buckets: Int[np.ndarray, " n"] | None = None,
 ) -> Batches:
     """Cut a source into batches; each sample comes exactly once an epoch, for any number of hosts.
 
@@ -124,8 +124,9 @@ def batches(
         seed: decides the order of every epoch; 0 to 2^32 - 1.
         order: `shuffled` anew every epoch, or as in the `source`.
         epochs: `endless` goes on over the end of an epoch in the middle of a batch; `one` stops after one, the last
-            batch filled up with rows of weight 0.
+            batch (of each bucket) filled up with rows of weight 0.
         shard_index, num_shards: which host this is, of how many (`jax.process_index()`, `jax.process_count()`).
+        buckets: which bucket each sample is in, where pictures have several sizes: a batch is of one bucket.
 
     Raises:
         UsageError: an empty source, a batch that does not divide by the hosts, values out of range.
@@ -145,31 +146,27 @@ def batches(
     if not 0 <= seed < 2**32:
         raise UsageError(f"seed {seed} is out of range: take one from 0 to {2**32 - 1}")
 
-    num_samples = len(source)
-    per_host = batch_size // num_shards
-    num_steps = None if epochs == "endless" else -(-num_samples // batch_size)
-    stop = np.iinfo(np.int64).max if num_steps is None else num_samples
+    num_samples, per_host = len(source), batch_size // num_shards
+    if buckets is None:
+        buckets = np.zeros(num_samples, np.int32)
+    order_of = BatchOrder(
+        buckets, batch_size=batch_size, seed=seed, shuffled=order == "shuffled", endless=epochs == "endless"
+    )
+    own = slice(shard_index * per_host, (shard_index + 1) * per_host)
 
-    def collate(rows: Sequence[tuple[int, int]]) -> Batch:
-        positions, indices = np.array(rows, np.int64).T
-        samples = [source[int(index)] for index in indices]
+    def make(step: int) -> Batch:
+        rows = order_of.rows(step, own)
+        samples = [source[int(index)] for index in rows.index]
         return Batch(
-            step=int(positions[0]) // batch_size,
+            step=step,
             images=to_float(np.stack([sample.image for sample in samples])),
             captions=tuple(sample.caption for sample in samples),
             keys=tuple(sample.key for sample in samples),
-            index=indices,
-            position=positions,
-            weight=(positions < stop).astype(np.float32),
+            index=rows.index,
+            position=step * batch_size + np.arange(own.start, own.stop, dtype=np.int64),
+            weight=rows.weight,
         )
 
-    stream = grain.MapDataset.range(num_samples)
-    if order == "shuffled":
-        stream = stream.shuffle(seed=seed)
-    stream = stream.repeat(None).map_with_index(lambda position, index: (position, int(index)))
-    # Grain computes lengths in floating point, and the length of what repeats for ever overflows there: end it far off.
-    num_rows = (ENDLESS_ROWS // batch_size if num_steps is None else num_steps) * batch_size
-    stream = stream.slice(slice(0, num_rows))
-    # Blocks of one host's size: number step * num_shards + shard_index is this host's part of the batch `step`.
-    stream = stream.batch(per_host, batch_fn=collate).slice(slice(shard_index, None, num_shards))
+    num_steps = order_of.num_steps
+    stream = grain.MapDataset.range(ENDLESS_ROWS // batch_size if num_steps is None else num_steps).map(make)
     return Batches(stream, num_samples=num_samples, batch_size=batch_size, num_steps=num_steps)

@@ -26,7 +26,10 @@ class Sample:
 
 @runtime_checkable
 class Source(Protocol):
-    """Random access to samples of one picture size. Access is free of side effects, so any thread may use it."""
+    """Random access to samples, all of one picture size or sorted into buckets of one size each.
+
+    Access is free of side effects, so any thread may use it.
+    """
 
     def __len__(self) -> int: ...
 
