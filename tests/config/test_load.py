@@ -135,6 +135,11 @@ def test_values_of_the_command_line_are_yaml() -> None:
         ("mesh=3", "mesh=3 (command line): it holds names; write for example mesh=data=4,tensor=2"),
         ("train=3", "train=3 (command line): it holds names; write for example train.steps=VALUE"),
         ("data.source=folder", "data.path: source=folder needs the folder: write data.path=FOLDER"),
+        ("data.source=webdatset", "data.source='webdatset' (command line): did you mean 'webdataset'?"),
+        (
+            "data.buckets=aspect",
+            "data.buckets (command line): the built-in pictures are all square: leave data.buckets out",
+        ),
         ("logical_axis_rules=fdsp", "logical_axis_rules (command line): 'fdsp' is no preset: did you mean 'fsdp'?"),
         ("train.steps", "'train.steps' is not key=value: write for example train.steps=100"),
     ],

@@ -210,3 +210,23 @@ def test_recipes_need_no_jax() -> None:
 def test_seeds_that_jax_would_wrap_are_refused(word: str) -> None:
     with pytest.raises(UsageError, match="a whole number from 0 to 4294967295"):
         load_recipe("pictures", [word])
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"buckets": ("64x64", "wide")}, "buckets: 'wide' is no size: write height x width in pixels, as in 48x80"),
+        ({"buckets": ("0x64",)}, "'0x64' is no size"),
+        ({"buckets": ()}, "buckets: the list is empty"),
+        ({"buckets": "aspect", "size": 40}, "bucket_step: 16 does not divide data.size=40: take data.size=32"),
+        ({"path": ("a", "b")}, "path: source=folder takes one folder"),
+    ],
+)
+def test_a_data_section_refuses_sizes_and_paths_that_cannot_be(values: dict, told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        DataSection(**{"source": "folder", "path": "x", **values})
+
+
+def test_sizes_are_written_as_height_x_width() -> None:
+    section = DataSection(source="webdataset", path=("a", "b"), buckets=("64x64", "48 x 80"))
+    assert section.bucket_sizes == ((64, 64), (48, 80))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,15 @@ from maxdiffusion.data.batches import batches
 from maxdiffusion.data.pictures import pictures
 from maxdiffusion.errors import UsageError
 from maxdiffusion.parallel.layout import Layout
-from maxdiffusion.train.feed import captions_of, held_out_source, learn_words, make_feed, training_source
+from maxdiffusion.train.feed import (
+    captions_of,
+    held_out_source,
+    learn_words,
+    make_feed,
+    reading_threads,
+    training_source,
+)
+from tests.data.formats import FORMATS, some_files
 
 CAPTIONS = ["a red apple, flat style", "a fox"]
 
@@ -76,3 +85,30 @@ def test_held_out_pairs_are_of_the_chosen_concepts() -> None:
     assert len(training) + len(held_out) == 4 * 160
     assert held_out_source(DataSection(split="all")) is None
     assert held_out_source(DataSection(source="folder", path="x")) is None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_section_opens_every_format(name: str, tmp_path: Path) -> None:
+    if name in ("arrow", "parquet"):
+        pytest.importorskip("pyarrow")
+    root = tmp_path / name
+    root.mkdir()
+    FORMATS[name][0](root, some_files())
+    section = DataSection(
+        source=name,  # type: ignore[arg-type]
+        path=str(root),
+        size=12,
+        index_folder=str(tmp_path / "indices"),
+        buckets="aspect",
+        bucket_step=4,
+    )
+    source = training_source(section)
+    assert captions_of(source) == [caption for _, caption, _ in some_files()]
+    assert {source[row].image.shape[:2] for row in range(len(source))} == {(12, 12), (16, 8)}
+    assert list((tmp_path / "indices").iterdir()) and not (root / ".maxdiffusion").exists()
+
+
+def test_threads_read_files_and_nothing_else_by_default() -> None:
+    assert reading_threads(DataSection()) == 0
+    assert reading_threads(DataSection(source="webdataset", path="x")) == 4
+    assert reading_threads(DataSection(source="webdataset", path="x", num_threads=1)) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_type_hints
@@ -31,6 +32,7 @@ ModelName = Literal["pictures", "sd15", "sd21", "sdxl", "flux-dev", "flux-schnel
 RulePreset = Literal["dp", "fsdp", "tp", "fsdp_tp", "hsdp", "context"]
 DType = Literal["float32", "bfloat16", "float16"]
 ResumeChange = Literal["cast", "start_ema", "drop_ema"]
+DataSource = Literal["pictures", "folder", "webdataset", "arrow", "parquet", "array_record"]
 SolverName = Literal["euler", "euler_ancestral", "ddim", "dpmpp_2m"]
 
 LIST = "a list such as [a, b]"
@@ -88,28 +90,74 @@ class DataSection:
     """Which captioned pictures a model learns from.
 
     Attributes:
-        source: `pictures` is the built-in set, `folder` a folder of images with captions.
-        path: the folder, for `folder`.
+        source: `pictures` is the built-in set, `folder` a folder of images with captions; `webdataset` (tar shards),
+            `arrow`, `parquet` and `array_record` are files of many pictures.
+        path: the folder, file, pattern such as `train-{000..012}.tar`, or a list of them; not for the built-in set.
+        image_field: column of the pictures, in `arrow` and `parquet`.
+        caption_field: column of the captions in `arrow` and `parquet`, or field of the `.json` in `webdataset`.
         concepts: name of a list (`demo-160`), or the concepts themselves; null for all. Built-in set only.
         styles: styles of the built-in set; null for all.
         size: height and width that pictures are given to the model in, in pixels.
         split: `train` leaves the held-out (concept, style) pairs out, `held_out` is only they, `all` is both.
         on_broken: what a picture that cannot be read does: `skip` (named and counted) or `error`.
+        index_folder: where the indices of files are kept; null for `.maxdiffusion` beside them.
+        num_threads: threads that read files, ahead of the steps; null is 4, and 0 for the built-in set.
+        buckets: null gives every picture as a square; `aspect` keeps about its ratio, at about `size * size` pixels;
+            or a list of sizes, each written as height x width: `[64x64, 48x80]`.
+        bucket_step: heights and widths of `aspect` are multiples of it, in pixels.
+        max_buckets: sizes that `aspect` may use, each of which is a training program of its own.
     """
 
-    source: Literal["pictures", "folder"] = "pictures"
-    path: Text | None = None
+    source: DataSource = "pictures"
+    path: Annotated[str | tuple[str, ...], Field(description="a path, or a list of paths")] | None = None
+    image_field: Text = "image"
+    caption_field: Text = "text"
     concepts: Annotated[str | tuple[str, ...], Field(description="the name of a list, or a list [a, b]")] | None = None
     styles: Texts | None = None
     size: Count = 64
     split: Literal["train", "held_out", "all"] = "train"
     on_broken: Literal["skip", "error"] = "error"
+    index_folder: Text | None = None
+    num_threads: CountOrZero | None = None
+    buckets: (
+        Annotated[
+            Literal["aspect"] | tuple[str, ...], Field(description="aspect, or a list of sizes such as [64x64, 48x80]")
+        ]
+        | None
+    ) = None
+    bucket_step: Count = 16
+    max_buckets: Count = 8
 
     def __post_init__(self) -> None:
-        if self.source == "folder" and self.path is None:
-            raise FieldError("path", "source=folder needs the folder: write data.path=FOLDER")
+        if self.source != "pictures" and not self.path:
+            raise FieldError("path", f"source={self.source} needs the folder: write data.path=FOLDER")
+        if self.source == "folder" and not isinstance(self.path, str):
+            raise FieldError("path", "source=folder takes one folder: write data.path=FOLDER")
         if self.source == "pictures" and self.path is not None:
             raise FieldError("path", "the built-in pictures have no path: write data.source=folder, or leave path out")
+        if self.buckets is not None and self.source == "pictures":
+            raise FieldError("buckets", "the built-in pictures are all square: leave data.buckets out")
+        if self.buckets == "aspect" and self.size % self.bucket_step:
+            lower = self.size // self.bucket_step * self.bucket_step
+            raise FieldError(
+                "bucket_step",
+                f"{self.bucket_step} does not divide data.size={self.size}: take data.size={lower or self.bucket_step} "
+                "or another step",
+            )
+        _ = self.bucket_sizes
+
+    @property
+    def bucket_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Height and width of each size that `buckets` lists."""
+        found: list[tuple[int, int]] = []
+        for text in self.buckets if isinstance(self.buckets, tuple) else ():
+            match = re.fullmatch(r"\s*([1-9]\d*)\s*x\s*([1-9]\d*)\s*", text)
+            if match is None:
+                raise FieldError("buckets", f"'{text}' is no size: write height x width in pixels, as in 48x80")
+            found.append((int(match[1]), int(match[2])))
+        if isinstance(self.buckets, tuple) and not found:
+            raise FieldError("buckets", "the list is empty: name sizes, or write data.buckets=null for squares")
+        return tuple(found)
 
 
 _TIME_SETTINGS: Mapping[str, tuple[str, ...]] = {

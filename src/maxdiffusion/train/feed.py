@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,10 +13,16 @@ from jaxtyping import Array
 
 from maxdiffusion.config.schema import DataSection
 from maxdiffusion.data.batches import Batch
-from maxdiffusion.data.folder import folder
+from maxdiffusion.data.buckets import BucketRule, aspect_sizes
+from maxdiffusion.data.folder import folder_shard
+from maxdiffusion.data.index import Shard
 from maxdiffusion.data.pictures import Pictures, Split, pictures
+from maxdiffusion.data.records import record_shards
+from maxdiffusion.data.shards import ShardedPictures, open_shards
 from maxdiffusion.data.source import Source
+from maxdiffusion.data.tables import Columns, arrow_shards, parquet_shards
 from maxdiffusion.data.tokenizer import WordTokenizer
+from maxdiffusion.data.webdataset import tar_shards
 from maxdiffusion.errors import UsageError
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.rules import axes_of
@@ -24,7 +32,7 @@ SHORTEST_TEXT = 16
 """Ids of a text, at least; longer captions make it longer, in steps of 8."""
 
 
-def training_source(section: DataSection) -> Source:
+def training_source(section: DataSection) -> Pictures | ShardedPictures:
     """The pictures that are learnt from.
 
     Raises:
@@ -33,7 +41,47 @@ def training_source(section: DataSection) -> Source:
     if section.source == "pictures":
         return built_in(section, section.split)
     assert section.path is not None, "the section checks it"
-    return folder(section.path, size=section.size, on_broken=section.on_broken)
+    return open_shards(
+        _shards(section),
+        section.path if isinstance(section.path, str) else ", ".join(section.path),
+        size=section.size,
+        on_broken=section.on_broken,
+        num_threads=reading_threads(section),
+        index_folder=None if section.index_folder is None else Path(section.index_folder),
+        buckets=_bucket_rule(section),
+    )
+
+
+def _bucket_rule(section: DataSection) -> BucketRule | None:
+    """The sizes that pictures may be given in; None for one square."""
+    if section.buckets is None:
+        return None
+    if section.buckets == "aspect":
+        return BucketRule(sizes=aspect_sizes(section.size, section.bucket_step), limit=section.max_buckets)
+    return BucketRule(sizes=section.bucket_sizes)
+
+
+def _shards(section: DataSection) -> Sequence[Shard]:
+    """The files of a section, of any format."""
+    path, columns = section.path, Columns(image=section.image_field, caption=section.caption_field)
+    assert path is not None, "the section checks it"
+    match section.source:
+        case "webdataset":
+            return tar_shards(path, caption_field=columns.caption)
+        case "arrow":
+            return arrow_shards(path, columns=columns)
+        case "parquet":
+            return parquet_shards(path, columns=columns)
+        case "array_record":
+            return record_shards(path)
+    return [folder_shard(str(path))]
+
+
+def reading_threads(section: DataSection) -> int:
+    """Threads that read ahead: as the section says, else four for files and none for what is in memory anyway."""
+    if section.num_threads is not None:
+        return section.num_threads
+    return 0 if section.source == "pictures" else 4
 
 
 def held_out_source(section: DataSection) -> Pictures | None:

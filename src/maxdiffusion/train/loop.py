@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from maxdiffusion.config.schema import TrainSection
-from maxdiffusion.data.batches import Batches
+from maxdiffusion.data.batches import Batch, Batches
 from maxdiffusion.errors import UsageError
 from maxdiffusion.train.checkpoint import Checkpoints
 from maxdiffusion.train.feed import Feed
@@ -23,7 +23,7 @@ from maxdiffusion.train.metrics import MetricsFile
 from maxdiffusion.train.optim import learning_rate
 from maxdiffusion.train.progress import Reporter
 from maxdiffusion.train.state import TrainState
-from maxdiffusion.train.step import Step, StepResult
+from maxdiffusion.train.step import Examples, Step, StepResult
 
 
 class DivergedError(UsageError):
@@ -63,6 +63,7 @@ class Loop:
         checkpoints: where states go.
         on_sample: draws the grid of a state.
         on_evaluate: measures a state on held-out pictures; names and values for the metrics.
+        num_threads: threads that make batches ahead of the steps.
     """
 
     section: TrainSection
@@ -74,10 +75,12 @@ class Loop:
     checkpoints: Checkpoints
     on_sample: Callable[[TrainState], None] | None = None
     on_evaluate: Callable[[TrainState], dict[str, float]] | None = None
+    num_threads: int = 0
     _pending: list[StepResult] = field(default_factory=list, init=False)
     _recent: list[tuple[int, float]] = field(default_factory=list, init=False)
     _since: float = field(default=0.0, init=False)
     _seconds: float = field(default=0.0, init=False)
+    _waited: float = field(default=0.0, init=False)
     _first: int = field(default=0, init=False)
 
     def run(self, state: TrainState) -> Outcome:
@@ -96,10 +99,9 @@ class Loop:
         self._first = done
         with _Stop() as stop, self.reporter.steps(section.steps, done):
             self._since = time.perf_counter()
-            for batch in self.batches.iterate(done):
-                if done >= section.steps or stop.asked:
-                    break
-                state, result = self.step(state, self.feed(batch))
+            batches = self.batches.iterate(done, num_threads=self.num_threads)
+            while done < section.steps and not stop.asked:
+                state, result = self.step(state, self._next(batches))
                 self._pending.append(result)
                 done += 1
                 self.checkpoints.check()
@@ -118,6 +120,13 @@ class Loop:
             images=(done - self._first) * self.batches.batch_size,
             interrupted=done < section.steps,
         )
+
+    def _next(self, batches: Iterator[Batch]) -> Examples:
+        """The next batch on the devices; the time that the loop waits for it is counted."""
+        began = time.perf_counter()
+        examples = self.feed(next(batches))
+        self._waited += time.perf_counter() - began
+        return examples
 
     def _between(self, done: int, state: TrainState, stop: _Stop) -> None:
         """What is due after step `done`."""
@@ -162,6 +171,7 @@ class Loop:
         now = time.perf_counter()
         elapsed, self._since = now - self._since, now
         self._seconds += elapsed
+        waited, self._waited = self._waited, 0.0
         rate = float(learning_rate(self.section)(done - 1))
         speed = number * self.batches.batch_size / elapsed
         loss = float(losses.mean())
@@ -177,6 +187,7 @@ class Loop:
                 "learning_rate": rate,
                 "images_per_second": speed,
                 "seconds": self._seconds,
+                "input_wait": waited / elapsed,
             },
         )
         broken = np.flatnonzero(~np.isfinite(losses))

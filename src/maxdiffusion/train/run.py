@@ -21,13 +21,21 @@ from maxdiffusion.pipelines.run_folder import METRICS, SAMPLES, TOKENIZER
 from maxdiffusion.pipelines.text_to_image import TextToImage, sampler, text_to_image_of
 from maxdiffusion.train.checkpoint import Checkpoints, open_run, write_run
 from maxdiffusion.train.evaluate import HeldOutLoss
-from maxdiffusion.train.feed import captions_of, held_out_source, learn_words, make_feed, training_source
+from maxdiffusion.train.feed import (
+    captions_of,
+    held_out_source,
+    learn_words,
+    make_feed,
+    reading_threads,
+    training_source,
+)
 from maxdiffusion.train.loop import Loop
 from maxdiffusion.train.manifest import RunFacts
 from maxdiffusion.train.metrics import MetricsFile
 from maxdiffusion.train.optim import optimizer
 from maxdiffusion.train.progress import Reporter
 from maxdiffusion.train.samples import SampleGrid
+from maxdiffusion.train.sizes import buckets_of, compile_sizes, image_shapes, told
 from maxdiffusion.train.state import TrainState, initial_state, sampling_weights, state_shapes
 from maxdiffusion.train.step import objective_of, train_step
 
@@ -94,7 +102,8 @@ def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
         master_dtype=float_dtype(section.master_dtype, "master_dtype"),
     )
     objective = objective_of(recipe, subject, tokenizer)
-    examples = feed.shapes(section.batch_size, subject.image_shape)
+    images = image_shapes(source)
+    examples = feed.shapes(section.batch_size, images[0])
     step = train_step(
         objective,
         rule,
@@ -109,9 +118,11 @@ def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
     facts = RunFacts(recipe=recipe, layout=layout, tokenizer=tokenizer, num_samples=len(source))
     checkpoints = Checkpoints(folder, keep=section.keep_checkpoints, keep_every=section.keep_every, facts=facts)
     reporter.say(
-        f"run {folder}: {len(source)} pictures of {recipe.data.size} x {recipe.data.size}, "
+        f"run {folder}: {len(source)} pictures of {_sizes(source)}, "
         f"{_count(shapes) / 1e6:.1f} M parameters, mesh {describe(mesh)}"
     )
+    for line in told(source, section.batch_size):
+        reporter.say(line)
     with reporter.phase(f"reading step {done}" if done else "making the weights"):
         state = (
             checkpoints.restore(done, shapes, allowed=section.resume_changes)
@@ -119,8 +130,8 @@ def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
             else initial_state(subject.model, rule, shapes, seed=recipe.seed)
         )
     compiling = time.perf_counter()
-    with reporter.phase("compiling the training step"):
-        compiled = step.lower(shapes, examples).compile()  # type: ignore[attr-defined]
+    with reporter.phase("compiling the training step" + (f" for {len(images)} sizes" if len(images) > 1 else "")):
+        compiled = compile_sizes(step, shapes, feed, batch_size=section.batch_size, images=images)
     compile_seconds = time.perf_counter() - compiling
     pictures: list[Path] = []
 
@@ -146,6 +157,7 @@ def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
             seed=recipe.seed,
             shard_index=jax.process_index(),
             num_shards=jax.process_count(),
+            buckets=None if (buckets := buckets_of(source)) is None else buckets.of,
         ),
         feed=feed,
         reporter=reporter,
@@ -153,6 +165,7 @@ def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
         checkpoints=checkpoints,
         on_sample=draw,
         on_evaluate=None if held_out_loss is None else measure,
+        num_threads=reading_threads(recipe.data),
     )
     try:
         outcome = loop.run(state)
@@ -179,6 +192,11 @@ def _grid(recipe: Recipe, subject: TextToImage, tokenizer: WordTokenizer, source
     return SampleGrid(
         sampler=sampler(subject, recipe.sample), tokenizer=tokenizer, prompts=prompts, section=recipe.sample
     )
+
+
+def _sizes(source: Source) -> str:
+    sizes = [f"{height} x {width}" for height, width, _ in image_shapes(source)]
+    return sizes[0] if len(sizes) == 1 else f"{len(sizes)} sizes"
 
 
 def _count(shapes: TrainState) -> int:

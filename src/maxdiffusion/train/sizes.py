@@ -1,0 +1,58 @@
+"""One training program for each size of pictures, and what is said of the sizes before they are compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from maxdiffusion.data.buckets import Buckets
+from maxdiffusion.data.shards import ShardedPictures
+from maxdiffusion.data.source import Source
+from maxdiffusion.train.feed import Feed
+from maxdiffusion.train.state import TrainState
+from maxdiffusion.train.step import Examples, Step, StepResult
+
+
+def buckets_of(source: Source) -> Buckets | None:
+    """The buckets of a source; None where all its pictures have one size."""
+    return source.buckets if isinstance(source, ShardedPictures) and len(source.buckets.sizes) > 1 else None
+
+
+def image_shapes(source: Source) -> list[tuple[int, int, int]]:
+    """Height, width and channels of every size of picture that a source gives."""
+    buckets = buckets_of(source)
+    return [source[0].image.shape] if buckets is None else [(*size, 3) for size in buckets.sizes]  # type: ignore[list-item]
+
+
+def told(source: Source, batch_size: int) -> list[str]:
+    """What the user should know of a source before training: its notes, its sizes, and which of them are rare."""
+    if not isinstance(source, ShardedPictures):
+        return []
+    lines, buckets = [f"data: {note}" for note in source.report.notes], buckets_of(source)
+    if buckets is not None:
+        lines.append(f"buckets: {len(buckets.sizes)} training programs, height x width: {buckets}")
+        rare = buckets.rare(batch_size)
+        lines += [f"buckets: {rare}"] if rare else []
+    return lines
+
+
+def compile_sizes(
+    step: Step, shapes: TrainState, feed: Feed, *, batch_size: int, images: list[tuple[int, int, int]]
+) -> Step:
+    """Compiles a jitted step for each size; what comes back runs the program of a batch's size.
+
+    Args:
+        step: the jitted step.
+        shapes: of the state.
+        feed: says where a batch lies.
+        batch_size: over all devices.
+        images: height, width and channels of each size.
+    """
+    programs: dict[tuple[int, ...], Any] = {
+        shape: step.lower(shapes, feed.shapes(batch_size, shape)).compile()  # type: ignore[attr-defined]
+        for shape in images
+    }
+
+    def run(state: TrainState, examples: Examples) -> tuple[TrainState, StepResult]:
+        return programs[examples.images.shape[1:]](state, examples)
+
+    return run
