@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 
 from maxdiffusion.config.load import load_recipe
 from maxdiffusion.config.schema import Recipe
+from maxdiffusion.paths import as_path, as_text
 from maxdiffusion.pipelines.checkpoint_folder import checkpoint_folder, parts_in
 from maxdiffusion.pipelines.run_folder import quiet
 
@@ -47,10 +48,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def read_bits(run: Path, step: int) -> dict[str, np.ndarray]:
+def read_bits(run: str | Path, step: int) -> dict[str, np.ndarray]:
     """Every array of a checkpoint by its name, as it is stored."""
     found: dict[str, np.ndarray] = {}
-    folder = checkpoint_folder(run, step).absolute()
+    folder = as_path(as_text(checkpoint_folder(run, step)))
     with quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         for part in sorted(parts_in(folder)):
             tree = reader.metadata(folder / part).item_metadata.tree
