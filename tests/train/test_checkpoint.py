@@ -317,3 +317,10 @@ def test_what_would_make_another_run_is_refused_at_resume(change: Callable, told
 def test_a_resumed_run_may_be_longer_and_on_another_mesh(run: Path) -> None:
     recipe = load_run(run, ["train.steps=7", "mesh=data=2", "train.learning_rate=1"]).recipe
     assert open_run(recipe, resume=True) == (run, 3)
+
+
+def test_how_data_is_read_may_change_and_what_is_read_may_not(run: Path) -> None:
+    recipe = tiny_recipe(run=str(run), data={"num_threads": 2, "index_folder": "elsewhere"})
+    assert open_run(recipe, resume=True) == (run, 3)
+    with pytest.raises(UsageError, match=r"was trained with data\.split=train, and this recipe says all"):
+        open_run(tiny_recipe(run=str(run), data={"split": "all"}), resume=True)

@@ -52,6 +52,9 @@ FIXED = (
 )
 """What a resumed run may not change, by the beginnings of keys: with other values it would be another run."""
 
+FREE = ("data.num_threads", "data.index_folder")
+"""What it may change nevertheless: these say how data is read, not what."""
+
 _WRITE_ERRORS = (OSError, ValueError, RuntimeError, TimeoutError)
 """What file systems, TensorStore, jax and Orbax raise where writing fails."""
 
@@ -142,7 +145,7 @@ def _check_same_run(recipe: Recipe, folder: Path) -> None:
     for key in sorted(old.keys() | new.keys()):
         if cast and key == "train.master_dtype":
             continue
-        fixed = any(key == name or key.startswith(f"{name}.") for name in FIXED)
+        fixed = key not in FREE and any(key == name or key.startswith(f"{name}.") for name in FIXED)
         if fixed and old.get(key) != new.get(key):
             raise UsageError(
                 f"run '{folder}' was trained with {key}={old.get(key, 'its default')}, and this recipe says "
