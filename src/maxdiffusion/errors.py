@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+HOST_GONE = 3
+"""Exit status of a host that ends because another one is gone, or has left."""
+
 
 class UsageError(ValueError):
     """What the user wrote cannot work; the message says why and what to write instead."""
@@ -20,6 +23,10 @@ class RuleError(UsageError):
 
 class IndivisibleError(RuleError):
     """A dimension does not divide by the mesh axes that it should be sharded over."""
+
+
+class HostGoneError(UsageError):
+    """Another host of a training is gone, or has left; the message names it."""
 
 
 class MaxDiffusionWarning(UserWarning):

@@ -1,9 +1,13 @@
-"""`maxdiffusion VERB ...`: the verbs, and how errors leave the program (0 ok, 1 a check failed, 2 wrong usage)."""
+"""`maxdiffusion VERB ...`: the verbs, and how errors leave the program.
+
+Exit status: 0 ok, 1 a check failed, 2 wrong usage, 3 another host is gone, 130 interrupted.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -11,7 +15,9 @@ from typing import Annotated, Any
 import typer
 
 from maxdiffusion import __version__
+from maxdiffusion.cli import hosts
 from maxdiffusion.cli.ckpt import app as ckpt
+from maxdiffusion.cli.doctor import doctor
 from maxdiffusion.cli.evaluate import evaluate
 from maxdiffusion.cli.explain import explain
 from maxdiffusion.cli.generate import generate
@@ -19,8 +25,9 @@ from maxdiffusion.cli.recipes import recipes
 from maxdiffusion.cli.traffic import traffic
 from maxdiffusion.cli.train import train
 from maxdiffusion.cli.verify import verify
-from maxdiffusion.errors import MaxDiffusionWarning, UsageError
+from maxdiffusion.errors import HOST_GONE, HostGoneError, MaxDiffusionWarning, UsageError
 
+CRASHED = 1
 WRONG_USAGE = 2
 INTERRUPTED = 130
 
@@ -32,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _verb in (train, generate, evaluate, explain, verify, traffic, recipes):
+for _verb in (train, generate, evaluate, explain, verify, traffic, recipes, doctor):
     app.command()(_verb)
 app.add_typer(ckpt, name="ckpt")
 
@@ -61,9 +68,23 @@ def main(args: Sequence[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("maxdiffusion").setLevel(logging.INFO)
     try:
+        status = _run(args)
+    except Exception:
+        if not hosts.joined():
+            raise
+        traceback.print_exc()
+        status = CRASHED
+    return hosts.leave(status)
+
+
+def _run(args: Sequence[str] | None) -> int:
+    try:
         with warnings.catch_warnings():
             warnings.showwarning = _say_warning
             return app(args=args, prog_name="maxdiffusion", standalone_mode=False) or 0
+    except HostGoneError as error:
+        _refuse(str(error))
+        return HOST_GONE
     except UsageError as error:
         return _refuse(str(error))
     except typer.TyperException as error:

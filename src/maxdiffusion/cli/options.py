@@ -13,8 +13,32 @@ from maxdiffusion.errors import UsageError, nearest
 Json: TypeAlias = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else there.")
 ]
+Coordinator: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--coordinator", "--coordinator-address", metavar="HOST:PORT", help="Where host 0 is, for several hosts."
+    ),
+]
+HostId: TypeAlias = Annotated[
+    int | None, typer.Option("--host-id", "--process-id", metavar="I", help="Number of this host, from 0.")
+]
+HostTimeout: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        "--host-timeout", metavar="SECONDS", min=5, help="Without a sign of life for so long, a host counts as gone."
+    ),
+]
 Mesh: TypeAlias = Annotated[
     str | None, typer.Option("--mesh", metavar="SIZES", help="Devices on each mesh axis, such as data=4,tensor=2.")
+]
+NumHosts: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--num-hosts",
+        "--num-processes",
+        metavar="N",
+        help="Processes that train together; 1 trains alone whatever Slurm, MPI or Kubernetes say.",
+    ),
 ]
 Run: TypeAlias = Annotated[Path, typer.Argument(metavar="RUN", help="Folder that `train` wrote, such as runs/NAME.")]
 Rules: TypeAlias = Annotated[

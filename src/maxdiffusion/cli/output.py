@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import math
 import numbers
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +23,21 @@ def reserved() -> Iterator[None]:
     """Sends what code below prints to standard error, so that only a result reaches standard output."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
+
+
+@contextlib.contextmanager
+def reserved_from_libraries() -> Iterator[None]:
+    """The same for libraries that write past Python, as gloo does when hosts connect."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with reserved():
+            yield
+    finally:
+        ctypes.CDLL(None).fflush(None)  # what is still in their buffers
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def show_json(value: Any) -> None:

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from maxdiffusion.cli.options import Json, VirtualDevices
+from maxdiffusion.cli.options import Coordinator, HostId, HostTimeout, Json, NumHosts, VirtualDevices
 
 
-def train(
+def train(  # noqa: PLR0913  each is an option
     recipe: Annotated[
         str, typer.Argument(metavar="RECIPE", help="Name of a recipe (see `maxdiffusion recipes`) or a .yaml file.")
     ],
@@ -22,9 +22,13 @@ def train(
     ] = False,
     as_json: Json = False,
     virtual_devices: VirtualDevices = None,
+    coordinator: Coordinator = None,
+    num_hosts: NumHosts = None,
+    host_id: HostId = None,
+    host_timeout: HostTimeout = 100,
 ) -> None:
     """Train a model. Ctrl-C saves and stops."""
-    from maxdiffusion.cli import devices, output
+    from maxdiffusion.cli import devices, hosts, output
     from maxdiffusion.config import show
     from maxdiffusion.config.load import load_recipe
 
@@ -38,9 +42,18 @@ def train(
         else:
             output.show_table(show.Row._fields, show.rows(loaded))
         return
+    hosts.join_others(
+        coordinator=coordinator,
+        num_hosts=num_hosts,
+        host_id=host_id,
+        host_timeout=host_timeout,
+        virtual=loaded.recipe.virtual_devices,
+    )
     devices.make_virtual_devices(loaded.recipe.virtual_devices)
     from maxdiffusion.train.run import train as run
 
-    with output.reserved(), devices.mesh_cure(loaded.recipe.mesh_spec):
-        result = run(loaded.recipe)
-    output.show_result(result, as_json=as_json)
+    several = hosts.joined()
+    with output.reserved_from_libraries() if several else output.reserved(), devices.mesh_cure(loaded.recipe.mesh_spec):
+        result = run(loaded.recipe, host_timeout=host_timeout)
+    if not several or hosts.is_first():
+        output.show_result(result, as_json=as_json)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from maxdiffusion.common_types import BlockSizes
-from maxdiffusion.config import dialect
+from maxdiffusion.config import dialect, old_keys
 from maxdiffusion.config.schema import LIST, MAPPINGS, SECTIONS, FieldError, Recipe, key_annotations, mesh_sizes
 from maxdiffusion.errors import UsageError, nearest
 from maxdiffusion.paths import as_path
@@ -289,6 +289,9 @@ def _place(item: Any, section: str, entries: Mapping[str, Entry]) -> str:
 def _unknown(key: str, entry: Entry, valid: Sequence[str]) -> str:
     """The line about a key that a recipe does not have, with the nearest one that it has."""
     head, _, tail = key.rpartition(".")
+    old = old_keys.advice(key, format_value(entry.value) if isinstance(entry.value, tuple) else entry.value)
+    if old:
+        return f"{key} ({entry.origin}) {old}"
     inside = [name for name in valid if name.startswith(f"{key}.")]
     if inside:
         value = format_value(entry.value)

@@ -243,6 +243,7 @@ class TrainSection:
         keep_every: checkpoints of steps that are multiples of this stay too; 0 for none.
         resume_changes: what a resumed run may change: `cast` dtypes, `start_ema`, `drop_ema`.
         eval_every: steps between losses on the held-out pairs.
+        watchdog_seconds: that a step may take before it is said who is late; null for any.
     """
 
     steps: Count = 1000
@@ -267,6 +268,7 @@ class TrainSection:
     keep_every: Every = 0
     resume_changes: ResumeChanges = ()
     eval_every: Every = 0
+    watchdog_seconds: Positive | None = 600.0
 
     def __post_init__(self) -> None:
         if self.optimizer == "adafactor" and self.beta2 is not None:

@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from maxdiffusion.nn.random_bits import weights_key
 from maxdiffusion.parallel.layout import Layout
+from maxdiffusion.parallel.multihost import everywhere
 from maxdiffusion.parallel.report import path_name
 from maxdiffusion.runtime import Runtime
 
@@ -127,9 +128,7 @@ def initial_values(boxed: Any, rng: Array, layout: Layout) -> Any:
     """
     shapes, names = nn.unbox(boxed), parameter_names(boxed)
     shardings = iter(jax.tree.leaves(layout.shardings(shapes, names), is_leaf=lambda leaf: leaf is None))
-    if layout.mesh is not None:
-        rng = jax.device_put(rng, layout.replicated)
-    key = weights_key(rng)
+    key = weights_key(everywhere(rng, layout.replicated))
 
     def make(path: Any, box: Parameter) -> Array:
         digest = hashlib.sha256(path_name(path).encode()).digest()

@@ -29,6 +29,7 @@ from maxdiffusion.models.pictures import Pictures
 from maxdiffusion.models.registry import MODELS, lookup
 from maxdiffusion.nn.model import EXECUTION, float_dtype
 from maxdiffusion.parallel.layout import Layout
+from maxdiffusion.parallel.multihost import everywhere
 
 LARGEST_BATCH = 128
 """Pictures that are sampled at once, at most (rounded up to what the mesh divides)."""
@@ -151,8 +152,8 @@ class Sampler:
             unit //= math.gcd(unit, 2)
         size = min(_ceil(rows, unit), _ceil(LARGEST_BATCH, unit))
         padded = np.arange(_ceil(rows, size)) % rows
-        key = jax.device_put(jax.random.key(seed), replicated)
-        constants = [jax.device_put(array, replicated) for array in empty]
+        key = everywhere(jax.random.key(seed), replicated)
+        constants = [everywhere(array, replicated) for array in empty]
         pictures = []
         for start in range(0, len(padded), size):
             chosen = padded[start : start + size]

@@ -24,6 +24,7 @@ from maxdiffusion.data.png import picture_grid, write_png
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.diffusion.timesteps import Uniform
 from maxdiffusion.errors import UsageError
+from maxdiffusion.parallel.multihost import everywhere
 from maxdiffusion.paths import as_path
 from maxdiffusion.pipelines.run_folder import SAMPLES
 from maxdiffusion.pipelines.text_to_image import sampler
@@ -84,12 +85,15 @@ class HeldOutLoss:
         layout = objective.text_to_image.layout
         size = -(-len(source) // layout.batch_divisor) * layout.batch_divisor
         feed = make_feed(layout, tokenizer, batch_size=size)
-        batch = batches(source, batch_size=size, seed=0, order="source", epochs="one")[0]
+        shard, num_shards = feed.share
+        batch = batches(
+            source, batch_size=size, seed=0, order="source", epochs="one", shard_index=shard, num_shards=num_shards
+        )[0]
         self._pairs, self._draws = len(source), num_draws
         self._examples = feed(batch)
-        empty = dataclasses.replace(batch, captions=("",) * size)
+        empty = dataclasses.replace(batch, captions=("",) * len(batch))
         self._uncaptioned = feed(empty)
-        self._key = jax.device_put(jax.random.key(seed), layout.replicated)
+        self._key = everywhere(jax.random.key(seed), layout.replicated)
         # Evenly spread times: the mean over few draws is then close to the mean over all times.
         measured = dataclasses.replace(objective, times=Uniform(draw="stratified"), caption_dropout=0.0)
 

@@ -25,6 +25,7 @@ from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.data.webdataset import tar_shards
 from maxdiffusion.errors import UsageError
 from maxdiffusion.parallel.layout import Layout
+from maxdiffusion.parallel.multihost import share_of
 from maxdiffusion.parallel.rules import axes_of
 from maxdiffusion.train.step import Examples
 
@@ -124,11 +125,18 @@ class Feed:
         tokenizer: of the captions.
         images: sharding of the images.
         rows: sharding of what has one row a sample.
+        batch_size: over all hosts.
     """
 
     tokenizer: WordTokenizer
     images: NamedSharding
     rows: NamedSharding
+    batch_size: int
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """`(shard_index, num_shards)` of the batches that this host must read: hosts that repeat a batch share one."""
+        return share_of(self.rows, (self.batch_size,))
 
     def __call__(self, batch: Batch) -> Examples:
         """The batch laid out; every host gives its share."""
@@ -136,12 +144,24 @@ class Feed:
         # The step is part of every key too, so that an index may come again after 2^31 samples.
         index = (batch.position % 2**31).astype(np.int32)
         return Examples(
-            images=_place(batch.images, self.images),
-            ids=_place(ids, self.rows),
-            mask=_place(mask, self.rows),
-            index=_place(index, self.rows),
-            weight=_place(batch.weight, self.rows),
+            images=self._place(batch.images, self.images),
+            ids=self._place(ids, self.rows),
+            mask=self._place(mask, self.rows),
+            index=self._place(index, self.rows),
+            weight=self._place(batch.weight, self.rows),
         )
+
+    def _place(self, local: np.ndarray, sharding: NamedSharding) -> Array:
+        """This host's rows as its part of the whole array."""
+        shard, _ = self.share
+        first = shard * len(local)
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            start, stop, _ = index[0].indices(self.batch_size)
+            return local[(slice(start - first, stop - first), *index[1:])]
+
+        shape = (self.batch_size, *local.shape[1:])
+        return jax.make_array_from_callback(shape, sharding, part)  # type: ignore[arg-type]
 
     def shapes(self, batch_size: int, image_shape: tuple[int, int, int]) -> Examples:
         """A batch as `jax.ShapeDtypeStruct`s with their shardings.
@@ -180,7 +200,7 @@ def make_feed(layout: Layout, tokenizer: WordTokenizer, *, batch_size: int, data
     cut = layout.resolve("activation_batch").axes if data_sharding is None else tuple(map(axes_of, data_sharding))
     images, rows = layout.along(cut), layout.along(cut[:1])
     assert images is not None and rows is not None, "training always has a mesh, of one device or more"
-    feed = Feed(tokenizer=tokenizer, images=images, rows=rows)
+    feed = Feed(tokenizer=tokenizer, images=images, rows=rows, batch_size=batch_size)
     ways = layout.size(axis for axes in cut[:1] for axis in axes)
     if batch_size % ways:
         below = batch_size // ways * ways
@@ -189,7 +209,3 @@ def make_feed(layout: Layout, tokenizer: WordTokenizer, *, batch_size: int, data
             f"train.batch_size={batch_size} does not divide by the {ways} devices that share a batch: take {legal}"
         )
     return feed
-
-
-def _place(local: np.ndarray, sharding: NamedSharding) -> Array:
-    return jax.make_array_from_process_local_data(sharding, local)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from maxdiffusion.config.schema import TrainSection
 from maxdiffusion.data.batches import Batch, Batches
@@ -24,6 +25,7 @@ from maxdiffusion.train.optim import learning_rate
 from maxdiffusion.train.progress import Reporter
 from maxdiffusion.train.state import TrainState
 from maxdiffusion.train.step import Examples, Step, StepResult
+from maxdiffusion.train.watchdog import Watchdog
 
 
 class DivergedError(UsageError):
@@ -64,6 +66,7 @@ class Loop:
         on_sample: draws the grid of a state.
         on_evaluate: measures a state on held-out pictures; names and values for the metrics.
         num_threads: threads that make batches ahead of the steps.
+        watch: names who is late.
     """
 
     section: TrainSection
@@ -76,6 +79,7 @@ class Loop:
     on_sample: Callable[[TrainState], None] | None = None
     on_evaluate: Callable[[TrainState], dict[str, float]] | None = None
     num_threads: int = 0
+    watch: Watchdog = field(default_factory=lambda: Watchdog(seconds=None))
     _pending: list[StepResult] = field(default_factory=list, init=False)
     _recent: list[tuple[int, float]] = field(default_factory=list, init=False)
     _since: float = field(default=0.0, init=False)
@@ -104,6 +108,8 @@ class Loop:
                 state, result = self.step(state, self._next(batches))
                 self._pending.append(result)
                 done += 1
+                self.watch.step(done)
+                stop.agree(done)
                 self.checkpoints.check()
                 self._between(done, state, stop)
             if stop.asked and done < section.steps:
@@ -111,6 +117,7 @@ class Loop:
                 saved = self.checkpoints.save(state)
                 self.checkpoints.wait()
                 self.reporter.say(f"interrupted: saved step {saved}; go on with resume=true")
+        self.watch.finished()
         self.checkpoints.wait()
         self.metrics.flush()
         return Outcome(
@@ -142,16 +149,16 @@ class Loop:
             return
         if due(section.eval_every) and self.on_evaluate is not None:
             self._flush(done)
-            with self._clock_stopped():
+            with self._clock_stopped("measuring held-out pictures"):
                 self.metrics.write(done, self.on_evaluate(state))
         if due(section.sample_every) and self.on_sample is not None:
             self._flush(done)
-            with self._clock_stopped():
+            with self._clock_stopped("drawing samples"):
                 self.on_sample(state)
         if last or due(section.checkpoint_every):
             self._flush(done)
             self.metrics.flush()
-            with self._clock_stopped():
+            with self._clock_stopped("saving a checkpoint"):
                 self.checkpoints.save(state)
 
     def _flush(self, done: int) -> None:
@@ -168,6 +175,7 @@ class Loop:
         losses, norms, sums, counts = (np.asarray(column, np.float64) for column in zip(*fetched, strict=True))
         sums, counts = sums.sum(axis=0), counts.sum(axis=0)
         number, self._pending = len(self._pending), []
+        self.watch.settled(done)
         now = time.perf_counter()
         elapsed, self._since = now - self._since, now
         self._seconds += elapsed
@@ -211,34 +219,47 @@ class Loop:
         return total / count if count else math.nan
 
     @contextlib.contextmanager
-    def _clock_stopped(self) -> Iterator[None]:
+    def _clock_stopped(self, what: str) -> Iterator[None]:
         """What happens here is not counted as training time."""
-        yield
+        with self.watch.doing(what):
+            yield
         self._since = time.perf_counter()
 
 
 class _Stop:
     """Turns the first SIGINT or SIGTERM into a wish to stop; the second acts as usual.
 
+    A host that stopped by itself would leave the others in a collective. With several hosts SIGTERM is left to jax's
+    preemption service, which lets all of them stop after the same step; SIGINT becomes a SIGTERM.
+
     Attributes:
-        asked: whether one has come.
+        asked: whether one has come, and with several hosts whether this is the step to stop after.
     """
 
     def __init__(self) -> None:
         self.asked = False
+        self._several = jax.process_count() > 1
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Stop:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT,) if self._several else (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._ask)
         return self
+
+    def agree(self, done: int) -> None:
+        """To be called after every step, on every host."""
+        if self._several and multihost_utils.reached_preemption_sync_point(done):
+            self.asked = True
 
     def __exit__(self, *_: object) -> None:
         self._restore()
 
     def _ask(self, *_: object) -> None:
-        self.asked = True
+        if self._several:
+            signal.raise_signal(signal.SIGTERM)
+        else:
+            self.asked = True
         self._restore()
 
     def _restore(self) -> None:

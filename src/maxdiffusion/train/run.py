@@ -17,8 +17,11 @@ from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.errors import UsageError
 from maxdiffusion.nn.model import float_dtype
 from maxdiffusion.parallel.mesh import build_mesh, describe
+from maxdiffusion.parallel.multihost import HOST_TIMEOUT
+from maxdiffusion.parallel.replicas import replica_checksums
 from maxdiffusion.pipelines.run_folder import METRICS, SAMPLES, TOKENIZER
 from maxdiffusion.pipelines.text_to_image import TextToImage, sampler, text_to_image_of
+from maxdiffusion.train.agreement import agree, setup_facts, weight_facts
 from maxdiffusion.train.checkpoint import Checkpoints, open_run, write_run
 from maxdiffusion.train.evaluate import HeldOutLoss
 from maxdiffusion.train.feed import (
@@ -38,6 +41,7 @@ from maxdiffusion.train.samples import SampleGrid
 from maxdiffusion.train.sizes import buckets_of, compile_sizes, image_shapes, told
 from maxdiffusion.train.state import TrainState, initial_state, sampling_weights, state_shapes
 from maxdiffusion.train.step import objective_of, train_step
+from maxdiffusion.train.watchdog import Watchdog
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +71,13 @@ class TrainResult:
     interrupted: bool
 
 
-def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
+def train(recipe: Recipe | str, *, resume: bool | None = None, host_timeout: float = HOST_TIMEOUT) -> TrainResult:
     """Trains what a recipe describes; the weights, metrics and pictures go to the run's folder.
 
     Args:
         recipe: the values, or the name of a recipe.
         resume: go on from the newest checkpoint of the run's folder; None does what the recipe says.
+        host_timeout: with several hosts, seconds without a sign of life after which one counts as gone.
 
     Returns:
         Figures and places; the run can be used by `generate` and `evaluate`.
@@ -80,9 +85,16 @@ def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
     Raises:
         UsageError: something in the recipe cannot work, or the folder holds another run.
         DivergedError: the loss is no longer finite.
+        DisagreementError: hosts would train different things.
+        HostGoneError: another host is gone.
     """
-    began = time.perf_counter()
     recipe = load_recipe(recipe).recipe if isinstance(recipe, str) else recipe
+    with Watchdog(seconds=recipe.train.watchdog_seconds, host_seconds=host_timeout) as watch:
+        return _train(recipe, resume=resume, watch=watch)
+
+
+def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResult:
+    began = time.perf_counter()
     if recipe.pipeline_patches:
         raise UsageError(
             f"pipeline_patches={recipe.pipeline_patches} approximates steps of sampling and cannot train: leave it out"
@@ -91,6 +103,8 @@ def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
     folder, done = open_run(recipe, resume=recipe.resume if resume is None else resume)
     mesh = build_mesh(recipe.mesh_spec)
     source = training_source(recipe.data)
+    if watch.board is not None:
+        agree(watch.board, "set-up", setup_facts(recipe, mesh=mesh, source=source, done=done))
     tokenizer = WordTokenizer.load(folder / TOKENIZER) if done else learn_words(captions_of(source))
     subject = text_to_image_of(recipe, mesh=mesh, vocab_size=tokenizer.vocab_size, max_length=tokenizer.max_length)
     section, rule, layout = recipe.train, optimizer(recipe.train, subject.model), subject.layout
@@ -129,6 +143,8 @@ def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
             if done
             else initial_state(subject.model, rule, shapes, seed=recipe.seed)
         )
+    if watch.board is not None:
+        agree(watch.board, "weights", weight_facts(replica_checksums(state.params)))
     compiling = time.perf_counter()
     with reporter.phase("compiling the training step" + (f" for {len(images)} sizes" if len(images) > 1 else "")):
         compiled = compile_sizes(step, shapes, feed, batch_size=section.batch_size, images=images)
@@ -148,6 +164,7 @@ def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
         with reporter.phase(f"held-out losses of step {int(state.step)}"):
             return held_out_loss(sampling_weights(state)).as_metrics()
 
+    shard, num_shards = feed.share
     loop = Loop(
         section=section,
         step=compiled,
@@ -155,9 +172,9 @@ def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
             source,
             batch_size=section.batch_size,
             seed=recipe.seed,
-            shard_index=jax.process_index(),
-            num_shards=jax.process_count(),
             buckets=None if (buckets := buckets_of(source)) is None else buckets.of,
+            shard_index=shard,
+            num_shards=num_shards,
         ),
         feed=feed,
         reporter=reporter,
@@ -166,6 +183,7 @@ def train(recipe: Recipe | str, *, resume: bool | None = None) -> TrainResult:
         on_sample=draw,
         on_evaluate=None if held_out_loss is None else measure,
         num_threads=reading_threads(recipe.data),
+        watch=watch,
     )
     try:
         outcome = loop.run(state)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Int, Key
 from maxdiffusion.log import say_once
 from maxdiffusion.nn.model import DiffusionModel
 from maxdiffusion.parallel.moments import moment_sharding
+from maxdiffusion.parallel.multihost import everywhere
 from maxdiffusion.pipelines.run_folder import weight_shapes
 
 log = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ def initial_state(
         shapes: from `state_shapes`.
         seed: of the run.
     """
-    key = jax.device_put(jax.random.key(seed), shapes.key.sharding)  # type: ignore[attr-defined]
+    key = everywhere(jax.random.key(seed), shapes.key.sharding)  # type: ignore[attr-defined]
     params = model.init_weights(jax.random.key(seed))
 
     def rest(params: Any) -> tuple[Any, Any, Array]:

@@ -1,0 +1,80 @@
+"""The odd host is named with the value that differs, on every host, before the first step."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from maxdiffusion.config.schema import Recipe
+from maxdiffusion.data.pictures import pictures
+from maxdiffusion.errors import UsageError
+from maxdiffusion.train.agreement import DisagreementError, agree, difference, setup_facts, source_hash
+from tests.boards import boards
+
+
+def test_the_value_that_most_have_is_right() -> None:
+    said = {0: {"seed": "0", "jax": "1"}, 1: {"seed": "7", "jax": "1"}, 2: {"seed": "0", "jax": "1"}}
+    assert difference("set-up", said) == (
+        "hosts do not agree on the set-up: seed is 0 on 2 of 3 hosts, but host 1 has 7: start all with the same"
+    )
+    assert difference("set-up", {0: {"a": "1"}, 1: {"a": "1"}}) is None
+
+
+def test_at_a_tie_host_0_is_right_and_a_missing_value_differs() -> None:
+    line = difference("set-up", {0: {"a": "1"}, 1: {"b": "1"}})
+    assert line is not None and "a is 1 on 1 of 2 hosts, but host 1 has nothing" in line
+
+
+def _all_agree(facts: list[dict[str, str]], seconds: float = 5.0) -> list[BaseException | None]:
+    """What the check raises on each host, each in a thread of its own."""
+    raised: list[BaseException | None] = [None] * len(facts)
+    views = boards(len(facts))
+
+    def one(host: int) -> None:
+        try:
+            agree(views[host], "set-up", facts[host], seconds=seconds)
+        except UsageError as error:
+            raised[host] = error
+
+    threads = [threading.Thread(target=one, args=(host,)) for host in range(len(facts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+def test_every_host_hears_the_verdict() -> None:
+    assert _all_agree([{"seed": "0"}] * 3) == [None] * 3
+    raised = _all_agree([{"seed": "0"}, {"seed": "0"}, {"seed": "1"}])
+    assert [type(error) for error in raised] == [DisagreementError] * 3
+    assert len({str(error) for error in raised}) == 1
+
+
+def test_a_host_that_does_not_come_is_named() -> None:
+    first, _ = boards(2)
+    with pytest.raises(UsageError, match="host 1 has not come to the check of set-up"):
+        agree(first, "set-up", {}, seconds=0.05)
+
+
+def test_alone_nothing_happens() -> None:
+    agree(None, "set-up", {"seed": "0"})
+
+
+def test_facts_know_every_value_and_every_picture() -> None:
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    source = pictures(("lemon", "fox"), size=8)
+    facts = setup_facts(Recipe(), mesh=mesh, source=source, done=0)
+    for other in (
+        setup_facts(Recipe(seed=1), mesh=mesh, source=source, done=0),
+        setup_facts(Recipe(train={"learning_rate": 0.5}), mesh=mesh, source=source, done=0),  # type: ignore[arg-type]
+        setup_facts(Recipe(), mesh=Mesh(np.array(jax.devices()[::-1]), ("data",)), source=source, done=0),
+        setup_facts(Recipe(), mesh=mesh, source=pictures(("lemon", "rose"), size=8), done=0),
+        setup_facts(Recipe(), mesh=mesh, source=source, done=3),
+    ):
+        assert len([name for name in facts if facts[name] != other[name]]) == 1
+    assert source_hash() in facts["maxdiffusion"]
