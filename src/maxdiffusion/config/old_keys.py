@@ -58,6 +58,11 @@ def _attention(value: Any) -> str:
     return f"attention_kernel={'dot_product' if value == 'dot_product' else 'flash'}"
 
 
+def _strategy(value: Any) -> str:
+    name = value.get("strategy", "none") if isinstance(value, Mapping) else "NAME"
+    return "uniform" if name == "none" else str(name)
+
+
 def _steps(name: str) -> Callable[[Any], str]:
     return lambda value: f"{name}={0 if value == -1 else 'STEPS'}"
 
@@ -176,6 +181,7 @@ OLD_KEYS: Mapping[str, OldKey] = {
     "scale_lr": _none("write the learning rate that is meant: train.learning_rate"),
     "adam_b1": _is("train.beta1"),
     "adam_b2": _is("train.beta2"),
+    "adam_eps": _none("1e-8, as the optimizer has it: leave it out"),
     "adam_weight_decay": _is("train.weight_decay"),
     "max_grad_norm": _is("train.grad_clip"),
     # Diffusion and pictures
@@ -188,6 +194,12 @@ OLD_KEYS: Mapping[str, OldKey] = {
             else "diffusion.prediction=NAME"
         ),
     ),
+    "timestep_bias": _is(
+        "diffusion.timesteps",
+        "its strategy; multiplier, portion, begin and end are diffusion.timestep_bias_*, begin and end as shares of 1",
+        lambda value: f"diffusion.timesteps={_strategy(value)}",
+    ),
+    "snr_gamma": _none(f"weighting the loss by min-SNR {NOT_YET}"),
     "flow_shift": _is("diffusion.shift"),
     "prompt": _is("sample.prompts", "a list", lambda value: f'sample.prompts=["{value}"]'),
     "guidance_scale": _is("sample.guidance_scale"),

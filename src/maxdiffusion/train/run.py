@@ -149,6 +149,8 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
     with reporter.phase("compiling the training step" + (f" for {len(images)} sizes" if len(images) > 1 else "")):
         compiled = compile_sizes(step, shapes, feed, batch_size=section.batch_size, images=images)
     compile_seconds = time.perf_counter() - compiling
+    # Hosts compile for different times, and gloo gives a host half a minute to come to its first collective.
+    agree(watch.board, "program", {})
     pictures: list[Path] = []
 
     def draw(state: TrainState) -> None:
