@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from maxdiffusion.errors import HOST_GONE
-from maxdiffusion.pipelines.run_folder import checkpoint_steps
+from maxdiffusion.pipelines.checkpoint_folder import checkpoint_steps
 from maxdiffusion.train.run import TrainResult, train
 from tests.hosts import hosts
 from tests.train.runs import WORDS, read_lines, run_recipe
