@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiffusion.errors import UsageError
 from maxdiffusion.parallel import multihost
-from maxdiffusion.parallel.multihost import check_collectives, everywhere, find_hosts, share_of
+from maxdiffusion.parallel.multihost import check_collectives, connections, everywhere, find_hosts, share_of
 
 SLURM = {
     "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1",
@@ -153,6 +153,12 @@ class _Part:
 def test_hosts_read_the_rows_that_their_devices_hold(rows: tuple[slice, ...], share: tuple[int, int]) -> None:
     # A host whose rows are no n-th of the batch, or lie apart, must read all of it.
     assert share_of(_Part(*rows), (8,)) == share  # type: ignore[arg-type]
+
+
+def test_connections_reach_every_group_of_devices(devices: np.ndarray) -> None:
+    mesh = Mesh(devices.reshape(2, 2, 2), ("data", "one", "tensor"))
+    # Each device hears 1 from itself, 2 along each of three axes, 4 along each of three pairs, and 8 from all.
+    assert int(connections(mesh)()) == 1 + 3 * 2 + 3 * 4 + 8  # type: ignore[call-overload]
 
 
 def test_a_value_that_every_host_has_lies_on_all_devices(devices: np.ndarray) -> None:

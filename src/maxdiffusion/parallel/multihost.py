@@ -7,6 +7,7 @@ process; what is missing, or contradicts, is said in one line before jax waits f
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -17,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
 
 from maxdiffusion.errors import UsageError
 
@@ -212,6 +214,27 @@ def everywhere(x: Any, sharding: Sharding | None) -> Any:
         return jax.random.wrap_key_data(everywhere(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
     whole = np.asarray(x)
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def connections(mesh: Mesh) -> Callable[[], object]:
+    """A compiled program in which every group of devices along mesh axes talks once; to be called by all hosts at once.
+
+    gloo, which joins CPUs, connects a group at its first collective, and gives the others half a minute to come to it:
+    hosts that compile for different times would miss it in the middle of a run.
+
+    Args:
+        mesh: of all hosts.
+    """
+    axes = [name for name, size in mesh.shape.items() if size > 1]
+    groups = [group for number in range(1, len(axes) + 1) for group in itertools.combinations(axes, number)]
+
+    def talk(x: jax.Array) -> jax.Array:
+        return sum((jax.lax.psum(x, group) for group in groups), x)
+
+    mapped = jax.shard_map(talk, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    one = everywhere(np.ones((), np.float32), NamedSharding(mesh, P()))
+    program = jax.jit(mapped).lower(one).compile()
+    return lambda: program(one).block_until_ready()
 
 
 # --- What launchers say -----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.errors import UsageError
 from maxdiffusion.nn.model import float_dtype
 from maxdiffusion.parallel.mesh import build_mesh, describe
-from maxdiffusion.parallel.multihost import HOST_TIMEOUT
+from maxdiffusion.parallel.multihost import HOST_TIMEOUT, connections
 from maxdiffusion.parallel.replicas import replica_checksums
 from maxdiffusion.pipelines.run_folder import METRICS, SAMPLES, TOKENIZER
 from maxdiffusion.pipelines.text_to_image import TextToImage, sampler, text_to_image_of
@@ -105,6 +105,9 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
     source = training_source(recipe.data)
     if watch.board is not None:
         agree(watch.board, "set-up", setup_facts(recipe, mesh=mesh, source=source, done=done))
+        connect = connections(mesh)
+        agree(watch.board, "connections", {})  # all have compiled it
+        connect()
     tokenizer = WordTokenizer.load(folder / TOKENIZER) if done else learn_words(captions_of(source))
     subject = text_to_image_of(recipe, mesh=mesh, vocab_size=tokenizer.vocab_size, max_length=tokenizer.max_length)
     section, rule, layout = recipe.train, optimizer(recipe.train, subject.model), subject.layout
@@ -149,8 +152,6 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
     with reporter.phase("compiling the training step" + (f" for {len(images)} sizes" if len(images) > 1 else "")):
         compiled = compile_sizes(step, shapes, feed, batch_size=section.batch_size, images=images)
     compile_seconds = time.perf_counter() - compiling
-    # Hosts compile for different times, and gloo gives a host half a minute to come to its first collective.
-    agree(watch.board, "program", {})
     pictures: list[Path] = []
 
     def draw(state: TrainState) -> None:
