@@ -138,19 +138,26 @@ OLD_KEYS: Mapping[str, OldKey] = {
     "lora_config": _none(f"LoRA {NOT_YET}"),
     "controlnet_model_name_or_path": _none(f"ControlNet {NOT_YET}"),
     # The data
-    "dataset_name": _none(f"data sets by name {NOT_YET}: write data.source=folder data.path=FOLDER"),
-    "dataset_config_name": _none(f"data sets by name {NOT_YET}: write data.source=folder data.path=FOLDER"),
-    "dataset_type": _is("data.source", "pictures (built in) or folder"),
-    "train_split": _none("a folder is trained on whole; data.split is for the built-in pictures"),
+    "dataset_name": _none(
+        f"data sets by name {NOT_YET}: data.source=arrow, parquet or folder reads what lies in data.path"
+    ),
+    "dataset_config_name": _none(
+        f"data sets by name {NOT_YET}: data.source=arrow, parquet or folder reads what lies in data.path"
+    ),
+    "dataset_type": _is("data.source", "pictures (built in), folder, webdataset, arrow, parquet or array_record"),
+    "train_split": _none("data.path is trained on whole; data.split is for the built-in pictures"),
     "train_data_dir": _is(
         "data.path", "with data.source=folder", lambda value: f"data.source=folder data.path={value}"
     ),
     "dataset_save_location": _none(f"caches of latents and encoded texts {NOT_YET}"),
     "cache_latents_text_encoder_outputs": _none(f"caches of latents and encoded texts {NOT_YET}"),
-    "hf_data_dir": _none(f"data sets by name {NOT_YET}: write data.source=folder data.path=FOLDER"),
-    "hf_train_files": _none(f"data sets by name {NOT_YET}: write data.source=folder data.path=FOLDER"),
-    "image_column": _none("metadata.jsonl in the folder names images file_name and captions text"),
-    "caption_column": _none("metadata.jsonl in the folder names images file_name and captions text"),
+    "hf_data_dir": _none(
+        f"data sets by name {NOT_YET}: data.source=arrow, parquet or folder reads what lies in data.path"
+    ),
+    "hf_train_files": _is("data.path", "with data.source=parquet or arrow"),
+    "grain_train_files": _is("data.path", "with data.source=array_record"),
+    "image_column": _is("data.image_field"),
+    "caption_column": _is("data.caption_field"),
     "resolution": _is("data.size"),
     "enable_data_shuffling": _none("every epoch has an order of its own: leave it out"),
     "reuse_example_batch": _none(f"training on one batch again and again {NOT_YET}"),

@@ -110,7 +110,7 @@ def weight_facts(checksums: Mapping[str, int]) -> dict[str, str]:
 
 def names_of(source: Source) -> tuple[str, ...]:
     """What tells the samples of a source apart without reading a picture: their names, and their captions."""
-    return (*getattr(source, "names", ()), *getattr(source, "captions", ()))
+    return (*getattr(source, "keys", ()), *getattr(source, "captions", ()))
 
 
 @functools.cache
