@@ -19,6 +19,8 @@ from maxdiffusion.train.run import TrainResult, train
 from tests.hosts import hosts
 from tests.train.runs import WORDS, read_lines, run_recipe
 
+pytestmark = pytest.mark.whole
+
 
 def _words(run: Path, *more: str) -> list[str]:
     """The tiny run on the command line; the virtual devices are an option of each host."""

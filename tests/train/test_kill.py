@@ -23,6 +23,8 @@ from tests.train.runs import read_bits, run_recipe
 from tests.train.soak import read_batches, start
 from tests.train.victim import spy
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
