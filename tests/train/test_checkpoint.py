@@ -62,6 +62,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
 
 
 # Neither 2 heads nor 16 channels divide by 3: they stay whole there, which is said.
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore::maxdiffusion.errors.LayoutWarning")
 def test_a_run_moves_to_other_devices_and_other_strategies(
     subject: Subject, tmp_path: Path, devices: np.ndarray
