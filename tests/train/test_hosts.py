@@ -19,7 +19,7 @@ from maxdiffusion.train.run import TrainResult, train
 from tests.hosts import hosts
 from tests.train.runs import WORDS, read_lines, run_recipe
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(900)]
 
 
 def _words(run: Path, *more: str) -> list[str]:
@@ -84,7 +84,6 @@ def test_the_odd_host_is_named_before_the_first_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_host_that_is_killed_is_named_and_the_run_goes_on(trained: TrainResult, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = _words(run, "train.checkpoint_every=2")
@@ -103,7 +102,6 @@ def test_a_host_that_is_killed_is_named_and_the_run_goes_on(trained: TrainResult
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_without_host_0_the_others_end_and_say_so(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with hosts(tmp_path / "killed", *_words(run, "train.checkpoint_every=2")) as running:
@@ -115,7 +113,6 @@ def test_without_host_0_the_others_end_and_say_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_sigterm_on_one_host_stops_all_after_the_same_step(tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = _words(run, "train.steps=100000", "train.sample_every=0", "train.eval_every=0", "train.checkpoint_every=0")
@@ -130,7 +127,6 @@ def test_sigterm_on_one_host_stops_all_after_the_same_step(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_four_processes_train_as_one_does(trained: TrainResult, tmp_path: Path) -> None:
     # Tensor pairs lie within a host; each of the four rows of the data axis is one host.
     with hosts(tmp_path / "logs", *_words(tmp_path / "run"), num_hosts=4, devices=2) as running:
@@ -140,7 +136,6 @@ def test_four_processes_train_as_one_does(trained: TrainResult, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_hosts_that_share_every_row_read_the_same_pictures(trained: TrainResult, tmp_path: Path) -> None:
     # The tensor axis lies over both hosts, and the batch is whole on each.
     with hosts(tmp_path / "logs", *_words(tmp_path / "run", "mesh=data=1,tensor=8")) as running:
