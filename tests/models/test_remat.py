@@ -28,6 +28,8 @@ from tests.aot import compile_ahead
 from tests.models.aot import BATCH
 from tests.models.aot import NUM_LAYERS as NUM_LAYERS_OF_AOT
 
+pytestmark = pytest.mark.whole
+
 NUM_LAYERS = 3
 DEPTHS: dict[str, dict[str, Any]] = {
     "flux-dev": {"num_layers": NUM_LAYERS, "num_single_layers": NUM_LAYERS},

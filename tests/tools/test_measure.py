@@ -25,6 +25,8 @@ from maxdiffusion.tools.budget import SUMS, Exchange
 from maxdiffusion.tools.measure import SMALL, STRATEGIES, Measured, as_markdown, compare, lower_step, measure
 from maxdiffusion.tools.traffic import Collective, Traffic
 
+pytestmark = pytest.mark.whole
+
 PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
 
 GIVEN_UP = "Involuntary full rematerialization"
