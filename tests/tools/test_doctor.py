@@ -106,6 +106,10 @@ def test_a_missing_package_and_a_missing_extra_are_told_apart(tmp_path: Path) ->
     assert "orbax-checkpoint" in found["packages"][0].found
     assert "optax>=" in found["packages"][0].found and "(0.0.1 is here)" in found["packages"][0].found
     assert any(one.found.startswith("video") and one.state == "ok" for one in found["extras"])
+    found = _examine(tmp_path, without=tuple(name for name in PACKAGES if name.startswith(("jax-", "libtpu"))))
+    assert [one.found for one in found["extras"] if one.found.startswith("tpu")] == [
+        "tpu (training on TPUs) is not installed: libtpu"
+    ]
 
 
 @pytest.mark.parametrize(

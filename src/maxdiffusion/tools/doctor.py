@@ -153,15 +153,16 @@ def _packages(scene: Scene) -> Iterator[Finding]:
     requirements = importlib.metadata.requires("maxdiffusion") or []
     lacking: dict[str, list[str]] = {}
     for text in requirements:
-        match = re.match(r"([A-Za-z0-9_.-]+)(?:\[[^]]*\])?\s*(?:>=\s*([0-9.]+))?", text)
+        match = re.match(r"([A-Za-z0-9_.-]+)(?:\[([a-z]*)[^]]*\])?\s*(?:>=\s*([0-9.]+))?", text)
         extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", text)
         assert match is not None, text
-        name, least = _normal(match[1]), match[2]
+        name, least = _normal(match[1]), match[3]
         have = scene.packages.get(name)
         group = extra[1] if extra else ""
         lacking.setdefault(group, [])
-        if have is None:
-            lacking[group].append(match[1])
+        brings = PLATFORMS.get(match[2] or "")  # jax[tpu] is jax and what it brings for TPUs
+        if have is None or (brings and not any(package.startswith(brings) for package in scene.packages)):
+            lacking[group].append(brings or match[1])
         elif least and _numbers(have) < _numbers(least):
             lacking[group].append(f"{match[1]}>={least} ({have} is here)")
     broken = lacking.pop("", [])
