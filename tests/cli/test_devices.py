@@ -15,7 +15,7 @@ from maxdiffusion.specs import MeshSpec
 
 
 def _count_in_a_new_process(program: str, **environment: str) -> str:
-    names = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")
+    names = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "NPROC")
     env = {name: value for name, value in os.environ.items() if name not in names} | environment
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
     return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
@@ -27,6 +27,16 @@ def test_the_cpu_is_split_before_jax_starts() -> None:
         "import sys; sys.stdout.write(str(jax.device_count()))"
     )
     assert _count_in_a_new_process(program, JAX_PLATFORMS="cpu") == "3"
+
+
+def test_every_device_has_threads_to_wait_in_beside_those_that_work() -> None:
+    # Read from the process itself: XLA names the threads of its pool after it.
+    program = (
+        "from maxdiffusion.cli import devices; devices.make_virtual_devices(64); import jax, pathlib, sys; jax.devices(); "
+        "names = [path.read_text() for path in pathlib.Path('/proc/self/task').glob('*/comm')]; "
+        "sys.stdout.write(str(sum('Eigen' in name for name in names)))"
+    )
+    assert int(_count_in_a_new_process(program, JAX_PLATFORMS="cpu")) >= 4 * 64
 
 
 def test_the_same_number_in_the_flags_is_no_conflict() -> None:

@@ -19,6 +19,11 @@ PATIENCE = (
 )
 """Virtual devices share the cores: on a busy machine the last one reaches a collective late, which is no deadlock."""
 
+THREADS_PER_DEVICE = 4
+"""Threads that XLA's CPU runtime gets for each virtual device. A collective blocks a thread until all devices have come,
+and a device runs collectives that do not depend on each other at once: with the one thread a device that XLA takes on a
+small machine, some devices can hold all threads while they wait for the others, for ever."""
+
 
 def make_virtual_devices(count: int | None) -> None:
     """Splits the CPU into `count` devices; to be called before jax starts.
@@ -43,6 +48,8 @@ def make_virtual_devices(count: int | None) -> None:
         )
     missing = [flag for flag in PATIENCE if flag.partition("=")[0] not in flags]
     os.environ["XLA_FLAGS"] = " ".join(filter(None, [flags, *missing]))
+    # XLA takes the size of its pool of threads from here, and the number of cores where nothing is said.
+    os.environ.setdefault("NPROC", str(max(THREADS_PER_DEVICE * count, os.cpu_count() or 1)))
     import jax
 
     if not forced:

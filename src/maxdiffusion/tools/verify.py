@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 
 from maxdiffusion.common_types import LogicalAxisRules
 from maxdiffusion.models.registry import lookup
+from maxdiffusion.models.spec import ModelSpec
 from maxdiffusion.nn.model import DiffusionModel
 from maxdiffusion.nn.stack import stack_params, unstack_params
 from maxdiffusion.parallel.mesh import build_mesh, describe
@@ -154,7 +155,7 @@ def verify(
     stages = num_stages(probe.layout)
     if stages > 1:
         # Two layers a stage, so that a circular schedule has two rounds.
-        build = functools.partial(build, **dict.fromkeys(spec.depths, 2 * stages))
+        build = functools.partial(build, **dict.fromkeys(spec.depths, _depth(spec, 2 * stages)))
     batch = max(8, 2 * probe.layout.batch_divisor)
     if batch % probe.layout.batch_divisor:
         batch = 2 * probe.layout.batch_divisor
@@ -224,6 +225,15 @@ def _pairwise(product: list[Setting]) -> list[Setting]:
         chosen.append(max(product, key=lambda one: len(pairs(one) & missing)))
         missing -= pairs(chosen[-1])
     return chosen
+
+
+def _depth(spec: ModelSpec, layers: int) -> int | tuple[int, ...]:
+    """The depth of the twin's stacks; of a UNet's, that of the middle block alone.
+
+    With 8 layers in every stack a UNet has 40 of them, which multiply rounding beyond the limits on any mesh.
+    """
+    levels = len(spec.tiny.get("block_out_channels", ()))
+    return (*(1,) * (levels - 1), layers) if levels and spec.family == "unet" else layers
 
 
 def _mask_name(model: DiffusionModel) -> str | None:
