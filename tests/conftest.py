@@ -27,7 +27,7 @@ if version("jaxlib") < "0.11":
 _given = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = " ".join([_given, *(f"{k}={v}" for k, v in _FLAGS.items() if k not in _given)]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# As `cli.devices.make_virtual_devices` does it: with fewer threads, collectives that wait can leave none for the others.
+# As `cli.devices.make_virtual_devices` does it: with fewer, collectives that wait can leave no thread for the others.
 os.environ.setdefault("NPROC", "32")
 
 import jax  # noqa: E402  (the flags above must be set before jax starts its backend)

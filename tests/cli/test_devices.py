@@ -32,7 +32,8 @@ def test_the_cpu_is_split_before_jax_starts() -> None:
 def test_every_device_has_threads_to_wait_in_beside_those_that_work() -> None:
     # Read from the process itself: XLA names the threads of its pool after it.
     program = (
-        "from maxdiffusion.cli import devices; devices.make_virtual_devices(64); import jax, pathlib, sys; jax.devices(); "
+        "from maxdiffusion.cli import devices; devices.make_virtual_devices(64); "
+        "import jax, pathlib, sys; jax.devices(); "
         "names = [path.read_text() for path in pathlib.Path('/proc/self/task').glob('*/comm')]; "
         "sys.stdout.write(str(sum('Eigen' in name for name in names)))"
     )
