@@ -11,8 +11,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiffusion.errors import UsageError
-from maxdiffusion.parallel import multihost
-from maxdiffusion.parallel.multihost import check_collectives, connections, everywhere, find_hosts, share_of
+from maxdiffusion.parallel import board, multihost
+from maxdiffusion.parallel.multihost import (
+    abort_after,
+    check_collectives,
+    connections,
+    everywhere,
+    find_hosts,
+    share_of,
+)
+from maxdiffusion.train import watchdog
 
 SLURM = {
     "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1",
@@ -167,3 +175,10 @@ def test_a_value_that_every_host_has_lies_on_all_devices(devices: np.ndarray) ->
     assert key.sharding.is_equivalent_to(sharding, 0)
     assert jax.random.bits(key) == jax.random.bits(jax.random.key(3))
     assert everywhere(key, None) is key
+
+
+@pytest.mark.parametrize("host_timeout", [5, 20, 100])
+def test_jax_aborts_only_after_the_watchdog_has_said_its_line(host_timeout: int) -> None:
+    """A host that dies right before it would have sent a heartbeat is missed half of jax's limit later."""
+    noticed = host_timeout + 2 * watchdog.INTERVAL
+    assert abort_after(host_timeout) / 2 > noticed + watchdog.GRACE + board.LEAVING

@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 HOST_TIMEOUT = 100
 """Seconds without a sign of life after which a host counts as gone (jax's own number)."""
 
+ENDING = 30
+"""Seconds from the time that a host counts as gone until the others have ended: intervals, grace, and a last look."""
+
 JOINING = 3
 """Hosts may join this many times `HOST_TIMEOUT` apart: pods and nodes start one after the other."""
 
@@ -144,8 +147,7 @@ def join(hosts: Hosts, *, host_timeout: int = HOST_TIMEOUT) -> None:
             process_id=hosts.host_id,
             cluster_detection_method=hosts.method,
             initialization_timeout=JOINING * host_timeout,
-            # Later than the watchdog's own, which names the host in one line; jax then aborts with a stack.
-            heartbeat_timeout_seconds=15 + host_timeout * 3 // 2,
+            heartbeat_timeout_seconds=abort_after(host_timeout),
             shutdown_timeout_seconds=host_timeout,
         )
     except (RuntimeError, ValueError) as error:
@@ -160,6 +162,15 @@ def join(hosts: Hosts, *, host_timeout: int = HOST_TIMEOUT) -> None:
         state.num_processes,
         state.process_id,
     )
+
+
+def abort_after(host_timeout: int) -> int:
+    """Seconds for jax's own time limit, after which it aborts with a stack: later than the watchdog has said its line.
+
+    jax's hosts send their heartbeats every half of the limit. So one that dies is missed after anything between half of
+    it and all of it, and half of it must be enough for the watchdog to see it, say so, and let the others read it.
+    """
+    return 2 * (host_timeout + ENDING)
 
 
 def check_collectives(environ: Mapping[str, str], devices_per_host: int) -> None:
