@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxdiffusion.log import say_once
 from maxdiffusion.parallel.accumulate import accumulate
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.tools.traffic import traffic
@@ -34,7 +35,8 @@ def _gradient(params, part, scale):
         ({"fsdp": 8}, 2, P("fsdp"), "fsdp"),
     ],
 )
-def test_parts_add_up_in_place(devices, sizes, parts, stored, rows) -> None:
+def test_parts_add_up_in_place(devices, sizes, parts, stored, rows, caplog) -> None:
+    say_once.cache_clear()
     mesh = Mesh(devices.reshape(*sizes.values()), tuple(sizes))
     random = np.random.default_rng(0)
     params = {"w": jnp.asarray(random.normal(size=(WIDTH, WIDTH)), jnp.float32)}
@@ -75,6 +77,35 @@ def test_parts_add_up_in_place(devices, sizes, parts, stored, rows) -> None:
         stored_size = size // sizes.get("tensor", 1) // sizes.get("fsdp", 1)
         assert moved.table(above=0)[:1] and moved.bytes("all-reduce", ("data",)) == stored_size
         assert moved.count("all-reduce", ("data",)) == 1
+    assert ("once a step along no axis" in caplog.text) is ("data" not in sizes)
+    assert ("after each part along fsdp" in caplog.text) is ("fsdp" in sizes)
     if "fsdp" in sizes:
         sums_of_parts = moved.count("all-reduce", ("fsdp",)) + moved.count("reduce-scatter", ("fsdp",))
         assert sums_of_parts == parts
+
+
+def test_weights_are_gathered_anew_for_each_part(devices) -> None:
+    """Gathered once in front of the loop, all of them would lie in memory while it runs."""
+    mesh, parts = Mesh(devices, ("fsdp",)), 2
+    whole, stored = NamedSharding(mesh, P()), {"w": NamedSharding(mesh, P("fsdp"))}
+    rows = {"x": NamedSharding(mesh, P("fsdp")), "weight": NamedSharding(mesh, P("fsdp"))}
+    batch = {"x": jnp.ones((BATCH, WIDTH)), "weight": jnp.ones(BATCH)}
+
+    def gathering(params, part, scale):
+        return _gradient({"w": jax.lax.with_sharding_constraint(params["w"], whole)}, part, scale)
+
+    def run(params, batch, scale):
+        return accumulate(
+            gathering,
+            params,
+            batch,
+            scale,
+            parts=parts,
+            layout=Layout.of(mesh),
+            batch_shardings=rows,
+            param_shardings=stored,
+        )
+
+    jitted = jax.jit(run, in_shardings=(stored, rows, whole), out_shardings=(stored, rows["weight"]))
+    compiled = jitted.lower({"w": jnp.ones((WIDTH, WIDTH))}, batch, jnp.float32(1)).compile()
+    assert traffic(compiled.as_text(), mesh).count("all-gather", ("fsdp",)) == parts

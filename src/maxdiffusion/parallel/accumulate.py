@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -11,10 +12,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxdiffusion.log import say_once
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.pipeline import mesh_here
 from maxdiffusion.parallel.rules import axes_of
 
+log = logging.getLogger(__name__)
 Tree: TypeAlias = Any
 
 
@@ -34,7 +37,7 @@ def accumulate(
     Part m of k has the samples m, m + k, m + 2 k, ...: a batch that is cut over devices is cut further without a move.
     Sums are added up in float32, laid out as the parameters. Along mesh axes that share the batch and store no
     parameter, each device adds up its own and they are summed once, after the last part; along the others (fully
-    sharded parameters) each part's gradient is scattered to where it is stored, as it must be.
+    sharded parameters) each part gathers them anew, and its gradient is scattered to where it is stored.
 
     Args:
         fn: `(params, part, shared) -> (sums, rows)`: sums have the shapes of `params`, rows one entry a sample of the
@@ -50,8 +53,14 @@ def accumulate(
     Returns:
         (sums, rows): float32 sums over the whole batch, and rows in the order of the batch.
     """
-    rows = jax.tree.leaves(batch_shardings)[0].spec[:1]
-    own = _summed_once(rows[0] if rows else None, jax.tree.leaves(param_shardings))
+    rows = axes_of((*jax.tree.leaves(batch_shardings)[0].spec, None)[0])
+    own = _summed_once(rows, jax.tree.leaves(param_shardings))
+    rest = tuple(axis for axis in rows if axis not in own and layout.sizes[axis] > 1)
+    say_once(
+        log,
+        f"accumulation: {parts} parts, whose gradients are summed once a step along {layout.written(own) or 'no axis'}"
+        + (f", and after each part along {layout.written(rest)}, where weights are stored in parts" if rest else ""),
+    )
 
     def pinned(sums: Tree) -> Tree:
         mesh = mesh_here(layout)
@@ -63,7 +72,10 @@ def accumulate(
 
     def run(params: Tree, cut: Tree, shared: Tree) -> tuple[Tree, Tree]:
         def one(sums: Tree, part: Tree) -> tuple[Tree, Tree]:
-            new, rows = fn(params, part, shared)
+            # Tied to the part: what is made of the parameters alone, their gathering above all, would be moved in front
+            # of the loop, and all gathered parameters would lie in memory while it runs.
+            held, part = jax.lax.optimization_barrier((params, part))
+            new, rows = fn(held, part, shared)
             return pinned(jax.tree.map(lambda old, more: old + more.astype(jnp.float32), sums, new)), rows
 
         zeros = pinned(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params))
@@ -89,7 +101,7 @@ def accumulate(
     return sums, jax.tree.map(lambda leaf: leaf.swapaxes(0, 1).reshape(-1, *leaf.shape[2:]), rows)
 
 
-def _summed_once(rows: Any, stored: list[NamedSharding]) -> tuple[str, ...]:
+def _summed_once(rows: tuple[str, ...], stored: list[NamedSharding]) -> tuple[str, ...]:
     """The mesh axes that cut a batch, as far as they store no parameter: the first ones, as the cut is nested."""
     storing = {axis for sharding in stored for entry in sharding.spec for axis in axes_of(entry)}
-    return tuple(itertools.takewhile(lambda axis: axis not in storing, axes_of(rows)))
+    return tuple(itertools.takewhile(lambda axis: axis not in storing, rows))
