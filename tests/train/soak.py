@@ -27,7 +27,7 @@ from maxdiffusion.cli.devices import PATIENCE
 from maxdiffusion.pipelines.checkpoint_folder import CHECKPOINTS, checkpoint_steps, flaw
 from tests.train.runs import WORDS, read_bits, read_lines
 
-STEPS = {"unet": 120, "flux": 120}
+STEPS = {"unet": 150, "flux": 150}
 EVERY = 3
 
 
@@ -99,7 +99,6 @@ class Soak:
     folder: Path
     kills: int
     chance: random.Random
-    rate: float = field(default=0.0, init=False)
     startup: float = field(default=0.0, init=False)
 
     def run(self) -> bool:
@@ -130,29 +129,30 @@ class Soak:
         return not different
 
     def _in_peace(self, folder: Path, steps: int) -> None:
-        """The run that nobody kills; from it come the times that the others are killed by."""
+        """The run that nobody kills; it also tells how long a start takes."""
         process, began = start(self.kind, folder, steps, cache=self.folder / "xla"), time.monotonic()
         while not folder.with_suffix(".ids").exists() and process.poll() is None:
             time.sleep(0.01)
         self.startup = time.monotonic() - began
         if process.wait(timeout=900):
             raise SystemExit(f"the run in peace failed: see {folder.with_suffix('.log')}")
-        self.rate = steps / (time.monotonic() - began - self.startup)
-        say(f"{self.kind}: in peace: {steps} steps, {self.rate:.0f} a second after {self.startup:.1f} s of starting")
+        rate = steps / (time.monotonic() - began - self.startup)
+        say(f"{self.kind}: in peace: {steps} steps, {rate:.1f} a second after {self.startup:.1f} s of starting")
 
     def _kill_once(self, folder: Path, steps: int, left: int) -> tuple[str, int]:
         """Starts, waits for a random moment, kills; what it was doing, and how many half-written folders it left."""
         ids, wanted = folder.with_suffix(".ids"), self.chance.choice(("writing", "writing", "training", "any"))
         size = ids.stat().st_size if ids.exists() else 0
         done = max(checkpoint_steps(folder), default=0) if folder.is_dir() else 0
-        life = self.chance.uniform(0, max(steps - done - 4 * EVERY, EVERY) / left / self.rate)
+        # Told by steps, not by the clock: a machine that does other things is sometimes ten times slower.
+        goal = done + int(self.chance.uniform(0, max(steps - done - 4 * EVERY, EVERY) / left))
         process = start(self.kind, folder, steps, cache=self.folder / "xla")
         if wanted == "any":
             time.sleep(self.chance.uniform(0, self.startup))
         else:
-            while not (ids.exists() and ids.stat().st_size > size) and process.poll() is None:
+            while _newest_batch(ids, size) < goal and process.poll() is None:
                 time.sleep(0.002)
-            time.sleep(life)
+            time.sleep(self.chance.uniform(0, 0.1))
         deadline = time.monotonic() + 5
         while wanted == "writing" and not _half_written(folder) and time.monotonic() < deadline:
             time.sleep(0.0005)
@@ -189,6 +189,16 @@ def main() -> int:
             folder.mkdir(parents=True, exist_ok=True)
             good &= Soak(kind=kind, folder=folder, kills=args.kills, chance=random.Random(seed)).run()
     return 0 if good else 1
+
+
+def _newest_batch(ids: Path, size: int) -> int:
+    """The step of the last batch in the file beyond its first `size` bytes; -1 where there is none."""
+    if not ids.exists():
+        return -1
+    with ids.open("rb") as file:
+        file.seek(size)
+        lines = file.read().split(b"\n")[:-1]  # the last one may be half a line
+    return json.loads(lines[-1])["step"] if lines else -1
 
 
 def _half_written(folder: Path) -> list[Path]:
