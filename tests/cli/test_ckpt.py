@@ -14,6 +14,10 @@ from maxdiffusion.cli.main import main
 from tests.pipelines.test_checkpoint_folder import make
 
 LEAF = {"dtype": "float32", "shape": [2, 3], "axes": [["data", "fsdp"], None]}
+BUCKETS = [
+    {"size": [32, 32], "samples": 30, "epoch": 1, "place": 2},
+    {"size": [24, 40], "samples": 10, "epoch": 1, "place": 6},
+]
 TOLD = {
     "format": 1,
     "step": 6,
@@ -25,7 +29,7 @@ TOLD = {
     "model": "pictures",
     "recipe": {"train.steps": 6},
     "rules": [["embed", ["fsdp"]], ["heads", "tensor"]],
-    "data": {"seed": 0, "batch_size": 8, "num_samples": 40, "next_sample": 48, "epoch": 1},
+    "data": {"seed": 0, "batch_size": 8, "num_samples": 40, "next_sample": 48, "epoch": 1, "buckets": BUCKETS},
     "files": {"params/_METADATA": 5, "params/manifest.ocdbt": 5},
 }
 
@@ -63,6 +67,7 @@ def test_show_tells_everything(run: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["ckpt", "show", str(run), "--all"]) == 0
     out = capsys.readouterr().out
     assert "sample 48 is next, in epoch 1 of 40 samples" in out
+    assert "32 x 32: 2 of 30 drawn in epoch 1" in out and "24 x 40: 6 of 10 drawn in epoch 1" in out
     assert "embed: fsdp, heads: tensor" in out
     assert "params/dense/kernel" in out and "data+fsdp -" in out
     assert main(["ckpt", "show", f"{run}@6", "--json"]) == 0

@@ -9,6 +9,7 @@ import pytest
 from maxdiffusion.cli.main import main
 from maxdiffusion.config import show
 from maxdiffusion.config.load import RUN_RECIPE, load_recipe
+from tests.pipelines.test_checkpoint_folder import make
 
 
 @pytest.fixture
@@ -44,5 +45,9 @@ def test_a_wrong_option_is_one_line(
 def test_a_missing_run_gets_the_nearest_name(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "x", "--from", str(run.parent / "pictures-dem")]) == 2
     assert "did you mean 'pictures-demo'?" in capsys.readouterr().err
+    for step in (3, 6):
+        make(run, step)
+    assert main(["generate", "x", "--from", f"{run}@5"]) == 2
+    assert "has no checkpoint of step 5: it has those of 3 and 6\n" in capsys.readouterr().err
     assert main(["generate", "x"]) == 2
     assert "Missing option '--from'" in capsys.readouterr().err

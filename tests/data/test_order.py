@@ -103,6 +103,22 @@ def test_orders_stay_what_they_are() -> None:
     assert steps(of, 4) == [[7, 0], [6, 3], [5, 1], [2, 8]]
 
 
+@settings(max_examples=20, deadline=None)
+@given(counts=st.lists(st.integers(1, 30), min_size=1, max_size=4), batch_size=st.sampled_from([2, 4, 12]))
+def test_the_position_is_what_was_drawn(counts, batch_size) -> None:
+    """Counted row by row, over three epochs with what each bucket carries from one into the next."""
+    of, drawn, epoch = order(mixed(*counts), batch_size=batch_size), [0] * len(counts), 0
+    borders = [sum(epochs * count // batch_size for count in counts) for epochs in range(1, 5)]
+    for step in range(borders[2]):
+        if len(counts) > 1:
+            epoch = next(number for number, border in enumerate(borders) if step < border)
+        else:
+            epoch = step * batch_size // counts[0]
+        found = of.position(step)
+        assert (found.epoch, found.drawn, found.samples) == (epoch, tuple(drawn), tuple(counts))
+        drawn[of.bucket(step)] += batch_size
+
+
 def test_far_into_a_run_a_step_costs_nothing() -> None:
     of = order(mixed(1000, 500, 3))
     far = 10**9

@@ -12,10 +12,12 @@ from maxdiffusion.errors import MaxDiffusionWarning, UsageError
 from maxdiffusion.pipelines.checkpoint_folder import (
     broken_steps,
     checkpoint_steps,
+    chosen_step,
     flaw,
-    latest_step,
     newest_whole,
     read_manifest,
+    recipe_folder,
+    split_place,
     unfinished_steps,
 )
 
@@ -44,13 +46,13 @@ def run(tmp_path: Path) -> Path:
 def test_only_those_that_have_their_name_count(run: Path) -> None:
     assert checkpoint_steps(run) == [3, 6, 12]
     assert unfinished_steps(run) == [15]
-    assert newest_whole(run) == latest_step(str(run)) == 12
+    assert newest_whole(run) == chosen_step(str(run)) == 12
 
 
 def test_a_run_without_checkpoints_has_none(tmp_path: Path) -> None:
     assert (checkpoint_steps(tmp_path), unfinished_steps(tmp_path), newest_whole(tmp_path)) == ([], [], None)
     with pytest.raises(UsageError, match=r"has no checkpoint yet: .*train.checkpoint_every"):
-        latest_step(tmp_path)
+        chosen_step(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ def test_a_flaw_is_named_and_the_one_before_is_used(damage: Callable[[Path], obj
     assert why is not None and why.startswith(told)
     assert list(broken_steps(run)) == [12]
     with pytest.warns(MaxDiffusionWarning, match=f"checkpoints/12 is not whole: {told}.*: step 6 is used instead"):
-        assert latest_step(run) == 6
+        assert chosen_step(run) == 6
 
 
 def test_where_none_is_whole_nothing_is_used(run: Path) -> None:
@@ -90,3 +92,32 @@ def test_a_newer_format_is_not_guessed_at(tmp_path: Path) -> None:
     (folder / "checkpoint.json").write_text('{"format": 2}')
     with pytest.raises(UsageError, match="has format 2, and this version reads 1: install a newer maxdiffusion"):
         read_manifest(folder)
+
+
+def test_a_place_names_a_run_and_perhaps_a_step(run: Path, tmp_path: Path) -> None:
+    assert split_place(run) == split_place(str(run)) == (run, None)
+    assert split_place(f"{run}@6") == (run, 6)
+    assert chosen_step(run, 6) == 6
+    for text, near in (("5", "3 and 6"), ("100", "6 and 12"), ("0", "3 and 6")):
+        with pytest.raises(UsageError, match=rf"of step {text}: it has those of {near} \(of 3: maxdiffusion ckpt ls"):
+            split_place(f"{run}@{text}")
+    with pytest.raises(UsageError, match=r"'newest' in .* is no step: write a number, such as 12"):
+        split_place(f"{run}@newest")
+    (tmp_path / "a@3").mkdir()
+    assert split_place(tmp_path / "a@3") == (tmp_path / "a@3", None)
+    with pytest.raises(UsageError, match="no checkpoint of step 3: it has none"):
+        split_place(f"{tmp_path / 'a@3'}@3")
+    assert split_place(tmp_path / "none@3") == (tmp_path / "none@3", None)
+
+
+def test_a_step_that_is_asked_for_must_be_whole(run: Path) -> None:
+    (run / "checkpoints" / "6" / "params" / "_METADATA").unlink()
+    with pytest.raises(UsageError, match="checkpoints/6 is not whole: params/_METADATA is missing: take another step"):
+        chosen_step(run, 6)
+    assert chosen_step(run) == 12
+
+
+def test_the_recipe_of_a_step_is_its_own(run: Path) -> None:
+    assert recipe_folder(run, None) == recipe_folder(run, 6) == run
+    (run / "checkpoints" / "6" / "recipe.yaml").touch()
+    assert recipe_folder(run, 6) == run / "checkpoints" / "6"

@@ -64,6 +64,14 @@ def test_no_file_is_replaced_and_several_prompts_go_together(trained: TrainResul
     assert np.abs(pictures[0] - pictures[1]).max() <= 1
 
 
+def test_an_older_checkpoint_makes_its_own_pictures(trained: TrainResult, tmp_path: Path) -> None:
+    older = generate(PROMPT, f"{trained.run}@3", seed=7, out=tmp_path)
+    newer = generate(PROMPT, trained.run, seed=7, out=tmp_path)
+    assert (older.step, newer.step) == (3, 6)
+    assert read_text(older.files[0])["step"] == "3"
+    assert (_pixels(older.files[0]) != _pixels(newer.files[0])).any()
+
+
 def test_unknown_words_are_named(trained: TrainResult, tmp_path: Path) -> None:
     with pytest.warns(MaxDiffusionWarning, match=r"'aple' was in no caption .* did you mean 'apple'"):
         result = generate("a red aple, flat style", trained.run, out=tmp_path)

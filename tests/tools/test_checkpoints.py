@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from maxdiffusion.data.fingerprint import Fingerprint
 from maxdiffusion.errors import UsageError
 from maxdiffusion.tools.checkpoints import OLD, describe_folder, find_checkpoint, list_checkpoints
+from maxdiffusion.train.feed import training_source
 from maxdiffusion.train.run import TrainResult
 from tests.train.conftest import one_device, trained
-from tests.train.runs import read_bits
+from tests.train.runs import read_bits, run_recipe
 
 __all__ = ["one_device", "trained"]
 
@@ -42,9 +44,16 @@ def test_one_folder_has_it_all(trained: TrainResult, tmp_path: Path) -> None:
     assert found.flaw is None and found.step == 6 and found.manifest is not None
     told = found.manifest
     assert told["model"] == "pictures" and told["recipe"]["train.steps"] == 6
-    assert told["data"] == {"seed": 0, "batch_size": 8, "num_samples": told["data"]["num_samples"]} | {
+    samples = Fingerprint.of(training_source(run_recipe(trained.run).data))
+    number = samples.number
+    assert told["data"] == {
+        "seed": 0,
+        "batch_size": 8,
+        "num_samples": number,
+        "samples": samples.as_dict(),
         "next_sample": 48,
-        "epoch": 48 // told["data"]["num_samples"],
+        "epoch": 48 // number,
+        "buckets": [{"size": [8, 8], "samples": number, "epoch": 48 // number, "place": 48 % number}],
     }
     assert told["mesh"]["axes"]["tensor"] == 2 and told["mesh"]["platform"] == "cpu"
     assert dict(told["rules"])["heads"] == "tensor" or ["heads", "tensor"] in told["rules"]
@@ -66,7 +75,7 @@ def test_names_of_checkpoints(trained: TrainResult, tmp_path: Path) -> None:
     run = str(trained.run)
     assert find_checkpoint(run).name == find_checkpoint(f"{run}@6").name == "6"
     assert find_checkpoint(f"{run}@3").name == "3"
-    with pytest.raises(UsageError, match="no checkpoint of step 4: it has those of steps 3, 6"):
+    with pytest.raises(UsageError, match=r"no checkpoint of step 4: it has those of 3 and 6$"):
         find_checkpoint(f"{run}@4")
     with pytest.raises(UsageError, match="is no run with checkpoints and no checkpoint"):
         find_checkpoint(str(tmp_path))

@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from PIL import Image
 
 from maxdiffusion.config.load import load_recipe
 from maxdiffusion.config.schema import Recipe
+from maxdiffusion.data.pictures import pictures
 from maxdiffusion.paths import as_path, as_text
 from maxdiffusion.pipelines.checkpoint_folder import checkpoint_folder, parts_in
 from maxdiffusion.pipelines.run_folder import quiet
@@ -34,6 +36,27 @@ WORDS = (
     'sample.prompts=["a red apple, flat style", "a fox, noto style"]',
     "sample.num_per_prompt=2",
 )
+
+
+def bucket_words(data: Path) -> list[str]:
+    """The words of the tiny run on a folder of pictures in two sizes; nothing is drawn or measured on the way."""
+    left_out = ("data.", "train.sample_every", "train.eval_every")
+    return [word for word in WORDS if not word.startswith(left_out)] + [
+        f"data={{source: folder, path: {data}, size: 8, concepts: null, buckets: [8x8, 4x12]}}",
+        "train.sample_every=0",
+        "train.eval_every=0",
+    ]
+
+
+def write_pictures(root: Path) -> Path:
+    """A folder of the tiny set's pictures, every third of them drawn out to three times its width."""
+    root.mkdir(parents=True, exist_ok=True)
+    known = pictures(("red apple", "lemon", "fox", "banana", "rocket"), size=8)
+    for row, caption in enumerate(known.captions):
+        image = Image.fromarray(known.images[row])
+        (image.resize((24, 8)) if row % 3 == 0 else image).save(root / f"{row:02}.png")
+        (root / f"{row:02}.txt").write_text(caption)
+    return root
 
 
 def run_recipe(folder: Path, *words: str) -> Recipe:

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh
 
 from maxdiffusion.config.schema import Recipe
+from maxdiffusion.data.fingerprint import Fingerprint
 from maxdiffusion.data.pictures import pictures
 from maxdiffusion.errors import UsageError
 from maxdiffusion.train.agreement import DisagreementError, agree, difference, setup_facts, source_hash
@@ -67,14 +68,14 @@ def test_alone_nothing_happens() -> None:
 
 def test_facts_know_every_value_and_every_picture() -> None:
     mesh = Mesh(np.array(jax.devices()), ("data",))
-    source = pictures(("lemon", "fox"), size=8)
-    facts = setup_facts(Recipe(), mesh=mesh, source=source, done=0)
+    samples, others = (Fingerprint.of(pictures(names, size=8)) for names in (("lemon", "fox"), ("lemon", "rose")))
+    facts = setup_facts(Recipe(), mesh=mesh, samples=samples, done=0)
     for other in (
-        setup_facts(Recipe(seed=1), mesh=mesh, source=source, done=0),
-        setup_facts(Recipe(train={"learning_rate": 0.5}), mesh=mesh, source=source, done=0),  # type: ignore[arg-type]
-        setup_facts(Recipe(), mesh=Mesh(np.array(jax.devices()[::-1]), ("data",)), source=source, done=0),
-        setup_facts(Recipe(), mesh=mesh, source=pictures(("lemon", "rose"), size=8), done=0),
-        setup_facts(Recipe(), mesh=mesh, source=source, done=3),
+        setup_facts(Recipe(seed=1), mesh=mesh, samples=samples, done=0),
+        setup_facts(Recipe(train={"learning_rate": 0.5}), mesh=mesh, samples=samples, done=0),  # type: ignore[arg-type]
+        setup_facts(Recipe(), mesh=Mesh(np.array(jax.devices()[::-1]), ("data",)), samples=samples, done=0),
+        setup_facts(Recipe(), mesh=mesh, samples=others, done=0),
+        setup_facts(Recipe(), mesh=mesh, samples=samples, done=3),
     ):
         assert len([name for name in facts if facts[name] != other[name]]) == 1
     assert source_hash() in facts["maxdiffusion"]

@@ -20,9 +20,10 @@ from orbax.checkpoint._src.serialization import serialization
 
 from maxdiffusion.config.load import load_run
 from maxdiffusion.config.schema import Recipe, TrainSection
+from maxdiffusion.data.fingerprint import Fingerprint
 from maxdiffusion.errors import MaxDiffusionWarning, UsageError
 from maxdiffusion.pipelines.checkpoint_folder import checkpoint_steps, flaw
-from maxdiffusion.train.checkpoint import KEPT, CheckpointError, Checkpoints, open_run, write_run
+from maxdiffusion.train.checkpoint import KEPT, CheckpointError, Checkpoints, check_data, open_run, write_run
 from maxdiffusion.train.feed import learn_words
 from maxdiffusion.train.state import TrainState
 from tests.train.conftest import Subject, make_subject, tiny_recipe
@@ -323,5 +324,24 @@ def test_a_resumed_run_may_be_longer_and_on_another_mesh(run: Path) -> None:
 def test_how_data_is_read_may_change_and_what_is_read_may_not(run: Path) -> None:
     recipe = tiny_recipe(run=str(run), data={"num_threads": 2, "index_folder": "elsewhere"})
     assert open_run(recipe, resume=True) == (run, 3)
+    other = {"split": "all"}
     with pytest.raises(UsageError, match=r"was trained with data\.split=train, and this recipe says all"):
-        open_run(tiny_recipe(run=str(run), data={"split": "all"}), resume=True)
+        open_run(tiny_recipe(run=str(run), data=other), resume=True)
+    wanted = tiny_recipe(run=str(run), data=other, train=TrainSection(resume_changes=("data",)))
+    assert open_run(wanted, resume=True) == (run, 3)
+
+
+def test_data_may_lie_elsewhere_where_its_samples_are_compared(run: Path) -> None:
+    here, there = ({"source": "folder", "path": path} for path in ("here", "there"))
+    write_run(run, tiny_recipe(run=str(run), data=here), learn_words(["a fox"]))
+    with pytest.raises(UsageError, match=r"was trained with data\.path=here, and this recipe says there"):
+        open_run(tiny_recipe(run=str(run), data=there), resume=True)
+    samples = Fingerprint(number=2, names="a", captions="b", sizes="c")
+    manifest = run / "checkpoints" / "3" / "checkpoint.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"data": {"samples": samples.as_dict()}}))
+    assert open_run(tiny_recipe(run=str(run), data=there), resume=True) == (run, 3)
+    assert not check_data(run, 3, samples, allowed=())
+    fewer = dataclasses.replace(samples, number=1)
+    with pytest.raises(UsageError, match=r"2 samples then, 1 now"):
+        check_data(run, 3, fewer, allowed=("cast",))
+    assert check_data(run, 3, fewer, allowed=("data",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -90,6 +91,36 @@ def test_a_run_goes_on_exactly_where_it_was_killed(trained: TrainResult, tmp_pat
         return {line["step"]: line["loss"] for line in read_lines(run / "metrics.jsonl") if "loss" in line}
 
     assert losses(folder) == losses(trained.run)
+
+
+def test_other_data_is_refused_before_anything_is_compiled_and_taken_when_asked(
+    trained: TrainResult, tmp_path: Path
+) -> None:
+    """One sample fewer, and as many under other names; then the run goes on with what is there."""
+    folder = tmp_path / "run"
+    shutil.copytree(trained.run, folder)
+    shutil.rmtree(folder / "checkpoints" / "6")
+    manifest = folder / "checkpoints" / "3" / "checkpoint.json"
+    content = json.loads(manifest.read_text())
+    number = content["data"]["num_samples"]
+    for name, value, told in (
+        ("captions", "0123", f"{number} samples as then, but other captions"),
+        ("number", number + 1, f"{number + 1} samples then, {number} now"),
+    ):
+        changed = {**content["data"], "samples": {**content["data"]["samples"], name: value}}
+        manifest.write_text(json.dumps({**content, "data": changed}))
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        cure = r"train\.resume_changes=\[data\]"
+        with pytest.raises(UsageError, match=rf"was trained on other data \({told}\): bring the data back .*{cure}"):
+            train(run_recipe(folder, "resume=true"))
+        assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    # The data is really the same here, so the losses show that nothing else went another way.
+    assert train(run_recipe(folder, "resume=true", "train.resume_changes=[data]")).step == 6
+    ours, alone = (
+        {line["step"]: line["loss"] for line in read_lines(run / "metrics.jsonl") if "loss" in line}
+        for run in (folder, trained.run)
+    )
+    assert ours == alone
 
 
 def test_a_run_that_is_there_is_not_touched(trained: TrainResult) -> None:

@@ -129,12 +129,22 @@ def _facts(found: Described) -> list[tuple[str, Any]]:
                 "data",
                 f"sample {data['next_sample']} is next, in epoch {data['epoch']} of {data['num_samples']} samples",
             ),
+            *[("", line) for line in _buckets(data.get("buckets", ()))],
             ("seed, batch size", f"{data['seed']}, {data['batch_size']}"),
             ("rules", ", ".join(f"{name}: {_axes(axes)}" for name, axes in manifest["rules"] if axes)),
         ]
     if "versions" in manifest:
         rows.append(("versions", ", ".join(f"{name} {version}" for name, version in manifest["versions"].items())))
     return rows
+
+
+def _buckets(buckets: Any) -> list[str]:
+    """How far each size of pictures is drawn, where there are several."""
+    return [
+        "{} x {}: {} of {} drawn in epoch {}".format(*one["size"], one["place"], one["samples"], one["epoch"])
+        for one in buckets
+        if len(buckets) > 1
+    ]
 
 
 def _arrays(manifest: Any) -> list[tuple[str, ...]]:

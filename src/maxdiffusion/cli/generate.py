@@ -12,7 +12,9 @@ from maxdiffusion.cli.options import Json, Mesh, VirtualDevices
 
 def generate(  # noqa: PLR0913  (an argument is an option of the command line)
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help='What to see, such as "a red apple, flat style".')],
-    run: Annotated[Path, typer.Option("--from", metavar="RUN", help="Folder that `train` wrote, such as runs/NAME.")],
+    place: Annotated[
+        str, typer.Option("--from", metavar="RUN[@STEP]", help="Folder that `train` wrote, such as runs/NAME.")
+    ],
     seed: Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Same seed, same pictures.")] = 0,
     num: Annotated[int, typer.Option("-n", "--num", min=1, help="Number of pictures.")] = 1,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to write them.")] = None,
@@ -31,14 +33,15 @@ def generate(  # noqa: PLR0913  (an argument is an option of the command line)
     """
     from maxdiffusion.cli import devices, output
     from maxdiffusion.config.load import load_run
+    from maxdiffusion.pipelines.checkpoint_folder import recipe_folder, split_place
 
     words = [f"mesh={mesh or 'null'}", f"virtual_devices={virtual_devices or 'null'}"]
     changes = {"steps": steps, "guidance_scale": guidance_scale, "solver": solver}
     words += [f"sample.{name}={value}" for name, value in changes.items() if value is not None]
-    recipe = load_run(run, words).recipe
+    recipe = load_run(recipe_folder(*split_place(place)), words).recipe
     devices.make_virtual_devices(recipe.virtual_devices)
     from maxdiffusion.pipelines.generate import generate_from_run
 
     with output.reserved(), devices.mesh_cure(recipe.mesh_spec):
-        result = generate_from_run(run, prompt, recipe=recipe, seed=seed, num_images=num, out=out)
+        result = generate_from_run(place, prompt, recipe=recipe, seed=seed, num_images=num, out=out)
     output.show_result(result, as_json=as_json)

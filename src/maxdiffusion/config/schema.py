@@ -31,14 +31,16 @@ from maxdiffusion.specs import (
 ModelName = Literal["pictures", "sd15", "sd21", "sdxl", "flux-dev", "flux-schnell"]
 RulePreset = Literal["dp", "fsdp", "tp", "fsdp_tp", "hsdp", "context"]
 DType = Literal["float32", "bfloat16", "float16"]
-ResumeChange = Literal["cast", "start_ema", "drop_ema"]
+ResumeChange = Literal["cast", "start_ema", "drop_ema", "data"]
 DataSource = Literal["pictures", "folder", "webdataset", "arrow", "parquet", "array_record"]
 SolverName = Literal["euler", "euler_ancestral", "ddim", "dpmpp_2m"]
 
 LIST = "a list such as [a, b]"
 Text: TypeAlias = Annotated[str, Field(min_length=1, description="a text")]
 Texts: TypeAlias = Annotated[tuple[str, ...], Field(description=LIST)]
-ResumeChanges: TypeAlias = Annotated[tuple[ResumeChange, ...], Field(description="a list of cast, start_ema, drop_ema")]
+ResumeChanges: TypeAlias = Annotated[
+    tuple[ResumeChange, ...], Field(description="a list of cast, start_ema, drop_ema, data")
+]
 Names: TypeAlias = Annotated[tuple[str, ...], Field(description="names, such as [attention, hidden]")]
 Flag: TypeAlias = Annotated[bool, Field(strict=True, description="true or false")]
 Count: TypeAlias = Annotated[int, Field(strict=True, ge=1, description="a whole number, 1 or more")]
@@ -241,7 +243,7 @@ class TrainSection:
         checkpoint_every: steps between checkpoints; the last step always makes one.
         keep_checkpoints: how many of the newest checkpoints stay.
         keep_every: checkpoints of steps that are multiples of this stay too; 0 for none.
-        resume_changes: what a resumed run may change: `cast` dtypes, `start_ema`, `drop_ema`.
+        resume_changes: what a resumed run may change: `cast` dtypes, `start_ema`, `drop_ema`, `data`.
         eval_every: steps between losses on the held-out pairs.
         watchdog_seconds: that a step may take before it is said who is late; null for any.
     """

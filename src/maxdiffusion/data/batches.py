@@ -14,7 +14,7 @@ import grain
 import numpy as np
 from jaxtyping import Float32, Int, Int64
 
-from maxdiffusion.data.order import BatchOrder
+from maxdiffusion.data.order import BatchOrder, Position
 from maxdiffusion.data.source import Source, to_float
 from maxdiffusion.errors import UsageError, nearest
 
@@ -60,9 +60,10 @@ class Batches:
         num_samples: samples of the source, that is of an epoch.
     """
 
-    def __init__(self, stream: grain.MapDataset[Batch], *, num_samples: int, batch_size: int, num_steps: int | None):
+    def __init__(self, stream: grain.MapDataset[Batch], *, num_samples: int, batch_size: int, order: BatchOrder):
         self._stream = stream
-        self._num_steps = num_steps
+        self._order = order
+        self._num_steps = order.num_steps
         self.num_samples = num_samples
         self.batch_size = batch_size
 
@@ -70,6 +71,10 @@ class Batches:
     def steps_per_epoch(self) -> float:
         """Global batches to one pass over the source; a fraction where the batch size does not divide."""
         return self.num_samples / self.batch_size
+
+    def position(self, step: int) -> Position:
+        """How far the samples of each bucket are drawn before a step."""
+        return self._order.position(step)
 
     def __len__(self) -> int:
         if self._num_steps is None:
@@ -169,4 +174,4 @@ def batches(
 
     num_steps = order_of.num_steps
     stream = grain.MapDataset.range(ENDLESS_ROWS // batch_size if num_steps is None else num_steps).map(make)
-    return Batches(stream, num_samples=num_samples, batch_size=batch_size, num_steps=num_steps)
+    return Batches(stream, num_samples=num_samples, batch_size=batch_size, order=order_of)

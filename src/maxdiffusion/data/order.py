@@ -31,6 +31,21 @@ class Rows:
     weight: Float32[np.ndarray, " rows"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """How far an endless order has come before a step.
+
+    Attributes:
+        epoch: that the next step counts to.
+        drawn: rows that each bucket has given, over all epochs; `drawn // samples` is its epoch, the rest its place.
+        samples: of each bucket.
+    """
+
+    epoch: int
+    drawn: tuple[int, ...]
+    samples: tuple[int, ...]
+
+
 class BatchOrder:
     """The samples of every step.
 
@@ -75,6 +90,17 @@ class BatchOrder:
         counts = np.ones(len(places), bool) if self._endless else places < len(members)
         return Rows(index=index, weight=counts.astype(np.float32))
 
+    def position(self, step: int) -> Position:
+        """How far the order has come before a step."""
+        samples = tuple(map(len, self._members))
+        if len(samples) == 1:
+            rows = step * self._batch_size
+            return Position(epoch=rows // samples[0], drawn=(rows,), samples=samples)
+        epoch = self._epoch_of(step)
+        begun = self._epoch(epoch)[0][: step - self._before(epoch)]
+        given = [self._batches(bucket, epoch) + int((begun == bucket).sum()) for bucket in range(len(samples))]
+        return Position(epoch=epoch, drawn=tuple(self._batch_size * number for number in given), samples=samples)
+
     def _batches(self, bucket: int, epochs: int) -> int:
         """Batches of a bucket that have begun and ended before an epoch."""
         rows = epochs * len(self._members[bucket])
@@ -88,15 +114,20 @@ class BatchOrder:
         """Bucket of a step, and how many batches the bucket has given before."""
         if len(self._members) == 1:
             return 0, step
-        epoch = 0
-        if self._endless:
-            epoch = step * self._batch_size // sum(map(len, self._members))
-            while self._before(epoch + 1) <= step:
-                epoch += 1
+        epoch = self._epoch_of(step)
         buckets, earlier = self._epoch(epoch)
         place = step - self._before(epoch)
         bucket = int(buckets[place])
         return bucket, self._batches(bucket, epoch) + int(earlier[place])
+
+    def _epoch_of(self, step: int) -> int:
+        """The epoch that a step counts to."""
+        if not self._endless:
+            return 0
+        epoch = step * self._batch_size // sum(map(len, self._members))
+        while self._before(epoch + 1) <= step:
+            epoch += 1
+        return epoch
 
     def _sequence(self, epoch: int) -> tuple[Int[np.ndarray, " steps"], Int[np.ndarray, " steps"]]:
         """For every step of an epoch its bucket, and how many steps of the bucket came before it in the epoch."""

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from maxdiffusion.config.load import RUN_RECIPE
 from maxdiffusion.errors import MaxDiffusionWarning, UsageError
 from maxdiffusion.paths import as_path, is_remote
 
@@ -47,6 +48,40 @@ def checkpoint_steps(run: str | Path) -> list[int]:
     if is_remote(folder):
         found = [entry for entry in found if (entry / COMMITTED).exists()]
     return sorted(int(entry.name) for entry in found)
+
+
+def split_place(place: str | Path) -> tuple[Path, int | None]:
+    """The run and the step that `RUN` or `RUN@STEP` names; None for the step stands for the newest.
+
+    Raises:
+        UsageError: the run has no checkpoint of that step; the nearest ones are named.
+    """
+    whole = as_path(place)
+    run, mark, text = str(place).rpartition("@")
+    if not mark or whole.is_dir() or not as_path(run).is_dir():
+        return whole, None
+    steps = checkpoint_steps(run)
+    if text.isdigit() and int(text) in steps:
+        return as_path(run), int(text)
+    if not steps:
+        raise UsageError(f"run '{run}' has no checkpoint of step {text}: it has none")
+    if not text.isdigit():
+        raise UsageError(f"'{text}' in '{place}' is no step: write a number, such as {steps[-1]}")
+    near = sorted(sorted(steps, key=lambda step: abs(step - int(text)))[:2])
+    all_of_them = f" (of {len(steps)}: maxdiffusion ckpt ls {run})" if len(steps) > len(near) else ""
+    raise UsageError(
+        f"run '{run}' has no checkpoint of step {text}: it has those of {' and '.join(map(str, near))}{all_of_them}"
+    )
+
+
+def recipe_folder(run: Path, step: int | None) -> Path:
+    """Where the recipe of a step is: with its checkpoint; of the newest, and of an older version's, with the run.
+
+    Args:
+        run, step: from `split_place`.
+    """
+    own = run if step is None else checkpoint_folder(run, step)
+    return own if (own / RUN_RECIPE).is_file() else run
 
 
 def unfinished_steps(run: str | Path) -> list[int]:
@@ -145,15 +180,20 @@ def broken_steps(run: str | Path) -> dict[int, str]:
     return broken
 
 
-def latest_step(run: str | Path) -> int:
-    """The step of the newest whole checkpoint.
+def chosen_step(run: str | Path, step: int | None = None) -> int:
+    """The step whose checkpoint is read: that which is asked for, else the newest whole one.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, or the one asked for is not whole.
 
     Warns:
         MaxDiffusionWarning: a newer one is not whole.
     """
+    if step is not None:
+        why = flaw(run, step)
+        if why is not None:
+            raise UsageError(f"checkpoint {checkpoint_folder(run, step)} is not whole: {why}: take another step")
+        return step
     step = newest_whole(run)
     if step is None:
         raise UsageError(f"run '{run}' has no checkpoint yet: train it until its first one (train.checkpoint_every)")

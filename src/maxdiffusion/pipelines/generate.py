@@ -18,6 +18,7 @@ from maxdiffusion.data.png import slug, write_png
 from maxdiffusion.data.prompts import unknown_words
 from maxdiffusion.errors import UsageError
 from maxdiffusion.paths import as_path
+from maxdiffusion.pipelines.checkpoint_folder import recipe_folder, split_place
 from maxdiffusion.pipelines.text_to_image import sampler
 from maxdiffusion.pipelines.trained import open_trained, read_tokenizer
 
@@ -57,14 +58,14 @@ def generate(
 
     Args:
         prompts: a prompt, or several; pictures for all of them are made together.
-        run: folder that `train` wrote.
+        run: folder that `train` wrote, or `RUN@STEP` for an older checkpoint.
         seed: of the noise.
         num_images: pictures for each prompt.
         out: folder for the files; None for `generated` in the run's folder. No file is replaced.
         recipe: of the run, with another mesh or other sampling; None takes the run's own on all devices there are.
 
     Raises:
-        UsageError: there is no such run, it has no checkpoint yet, or a prompt is too long.
+        UsageError: there is no such run, it has no such checkpoint, or a prompt is too long.
 
     Warns:
         MaxDiffusionWarning: a prompt has words that the model does not know.
@@ -75,12 +76,13 @@ def generate(
         raise UsageError("nothing to make: give one prompt or more, and num_images=1 or more")
     if not 0 <= seed <= LARGEST_SEED:
         raise UsageError(f"seed={seed}: write a whole number from 0 to {LARGEST_SEED}")
+    run, step = split_place(run)
     if recipe is None:
-        recipe = dataclasses.replace(load_run(run).recipe, mesh={})
-    tokenizer = read_tokenizer(run)
+        recipe = dataclasses.replace(load_run(recipe_folder(run, step)).recipe, mesh={})
+    tokenizer = read_tokenizer(run, step)
     unknown = unknown_words(tokenizer, prompts)
     tokenizer.encode(prompts)
-    trained = open_trained(run, recipe)
+    trained = open_trained(run, recipe, step=step)
     draw = sampler(trained.text_to_image, recipe.sample)
     pixels = draw.pictures(trained.params, tokenizer, prompts, num_images=num_images, seed=seed)
     files = []

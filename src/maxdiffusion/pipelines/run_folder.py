@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from maxdiffusion.errors import UsageError
 from maxdiffusion.nn.model import DiffusionModel
 from maxdiffusion.paths import as_text
-from maxdiffusion.pipelines.checkpoint_folder import checkpoint_folder, latest_step, parts_in
+from maxdiffusion.pipelines.checkpoint_folder import checkpoint_folder, chosen_step, parts_in
 
 TOKENIZER = "tokenizer.json"
 METRICS = "metrics.jsonl"
@@ -76,18 +76,21 @@ def read_part(run: str | Path, step: int, part: str, like: Any, *, cast: bool = 
             ) from error
 
 
-def read_weights(run: str | Path, like: Any, *, master_dtype: Any = jnp.float32) -> tuple[Any, int]:
+def read_weights(
+    run: str | Path, like: Any, *, master_dtype: Any = jnp.float32, step: int | None = None
+) -> tuple[Any, int]:
     """The weights to make pictures with, averaged if the run averages them, and their step.
 
     Args:
         run: the run's folder.
         like: tree of float32 `jax.ShapeDtypeStruct` with the shardings to read into.
         master_dtype: of the run's trained weights, which are read where it keeps no averaged ones.
+        step: of the checkpoint; None for the newest whole one.
 
     Raises:
         UsageError: there is no checkpoint, or it is of another model.
     """
-    step = latest_step(run)
+    step = chosen_step(run, step)
     part = "ema" if "ema" in parts_in(checkpoint_folder(run, step)) else "params"
     if part == "params":
         like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, master_dtype, sharding=leaf.sharding), like)

@@ -1,4 +1,4 @@
-"""A trained run, opened: its recipe, words, network and newest weights, laid out on a mesh."""
+"""A trained run, opened: its recipe, words, network and the weights of a step, laid out on a mesh."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.nn.model import float_dtype
 from maxdiffusion.parallel.mesh import build_mesh
 from maxdiffusion.paths import as_path
-from maxdiffusion.pipelines.checkpoint_folder import latest_step
+from maxdiffusion.pipelines.checkpoint_folder import chosen_step
 from maxdiffusion.pipelines.run_folder import TOKENIZER, read_weights, weight_shapes
 from maxdiffusion.pipelines.text_to_image import TextToImage, text_to_image_of
 
@@ -33,29 +33,30 @@ class TrainedRun:
     step: int
 
 
-def read_tokenizer(run: str | Path) -> WordTokenizer:
+def read_tokenizer(run: str | Path, step: int | None = None) -> WordTokenizer:
     """The words of a run.
 
     Raises:
-        UsageError: the run has no checkpoint yet.
+        UsageError: the run has no such checkpoint.
     """
-    latest_step(run)
+    chosen_step(run, step)
     return WordTokenizer.load(as_path(run) / TOKENIZER)
 
 
-def open_trained(run: str | Path, recipe: Recipe) -> TrainedRun:
+def open_trained(run: str | Path, recipe: Recipe, *, step: int | None = None) -> TrainedRun:
     """Reads a run onto the mesh of a recipe.
 
     Args:
         run: folder that `train` wrote.
         recipe: of the run, perhaps with another mesh or other sampling.
+        step: of the weights; None for the newest.
 
     Raises:
-        UsageError: there is no checkpoint yet, or it is of another model.
+        UsageError: there is no such checkpoint, or it is of another model.
     """
-    tokenizer = read_tokenizer(run)
+    tokenizer = read_tokenizer(run, step)
     mesh = build_mesh(recipe.mesh_spec)
     subject = text_to_image_of(recipe, mesh=mesh, vocab_size=tokenizer.vocab_size, max_length=tokenizer.max_length)
     kept = float_dtype(recipe.train.master_dtype, "master_dtype")
-    params, step = read_weights(run, weight_shapes(subject.model), master_dtype=kept)
+    params, step = read_weights(run, weight_shapes(subject.model), master_dtype=kept, step=step)
     return TrainedRun(tokenizer=tokenizer, text_to_image=subject, params=params, step=step)

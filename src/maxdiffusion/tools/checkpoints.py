@@ -19,6 +19,7 @@ from maxdiffusion.pipelines.checkpoint_folder import (
     parts_in,
     read_manifest,
     sizes_in,
+    split_place,
     unfinished_steps,
 )
 
@@ -133,16 +134,11 @@ def find_checkpoint(place: str) -> Path:
     whole = as_path(place)
     if (whole / MANIFEST).exists() or (whole / "params").is_dir():
         return whole
-    run, mark, text = place.rpartition("@")
-    if mark and not whole.is_dir():
-        steps = checkpoint_steps(run)
-        if not text.isdigit() or int(text) not in steps:
-            raise UsageError(f"run '{run}' has no checkpoint of step {text}: {_said(steps)}")
-        return checkpoint_folder(run, int(text))
-    steps = checkpoint_steps(whole)
+    run, step = split_place(place)
+    steps = checkpoint_steps(run) if step is None else [step]
     if not steps:
         raise UsageError(f"'{place}' is no run with checkpoints and no checkpoint: write RUN, RUN@STEP or its folder")
-    return checkpoint_folder(whole, steps[-1])
+    return checkpoint_folder(run, steps[-1])
 
 
 def _part(name: str, sizes: Mapping[str, int], leaves: Mapping[str, Any] | None) -> Part:
@@ -174,7 +170,3 @@ def _changed(folder: Path) -> float:
     if is_remote(folder):
         return time.time()
     return folder.stat().st_mtime
-
-
-def _said(steps: list[int]) -> str:
-    return f"it has those of steps {', '.join(map(str, steps))}" if steps else "it has none"

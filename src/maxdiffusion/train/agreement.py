@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 import maxdiffusion
 from maxdiffusion.config.load import format_value
 from maxdiffusion.config.schema import Recipe, flatten
-from maxdiffusion.data.source import Source
+from maxdiffusion.data.fingerprint import Fingerprint
 from maxdiffusion.errors import UsageError
 from maxdiffusion.parallel.board import Board
 
@@ -81,13 +81,13 @@ def difference(topic: str, said: Mapping[int, Mapping[str, str]]) -> str | None:
     return None
 
 
-def setup_facts(recipe: Recipe, *, mesh: Mesh, source: Source, done: int) -> dict[str, str]:
+def setup_facts(recipe: Recipe, *, mesh: Mesh, samples: Fingerprint, done: int) -> dict[str, str]:
     """What must agree before anything is computed together.
 
     Args:
         recipe: every value of it.
         mesh: axes, sizes, and the order of its devices.
-        source: number of its samples, and their names or captions.
+        samples: of the training data.
         done: step that this host would go on from.
     """
     values = {key: format_value(value) for key, value in flatten(recipe).items()}
@@ -98,7 +98,7 @@ def setup_facts(recipe: Recipe, *, mesh: Mesh, source: Source, done: int) -> dic
         "jax": f"{jax.__version__} (jaxlib {version('jaxlib')})",
         **values,
         "mesh": f"{sizes} of devices {_short(order) if mesh.size > 16 else order}",
-        "data": f"{len(source)} samples ({_short(*names_of(source))})",
+        "data": f"{samples.number} samples ({_short(samples.names, samples.captions, samples.sizes)})",
         "the step to go on from": str(done),
     }
 
@@ -106,11 +106,6 @@ def setup_facts(recipe: Recipe, *, mesh: Mesh, source: Source, done: int) -> dic
 def weight_facts(checksums: Mapping[str, int]) -> dict[str, str]:
     """What must agree of the weights before the first step, from `replica_checksums`."""
     return {name: f"{value:08x}" for name, value in checksums.items()}
-
-
-def names_of(source: Source) -> tuple[str, ...]:
-    """What tells the samples of a source apart without reading a picture: their names, and their captions."""
-    return (*getattr(source, "keys", ()), *getattr(source, "captions", ()))
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from orbax.checkpoint.path import atomicity_defaults
 from maxdiffusion.config import show
 from maxdiffusion.config.load import RUN_RECIPE, format_value, load_run
 from maxdiffusion.config.schema import Recipe, ResumeChange, flatten
+from maxdiffusion.data.fingerprint import Fingerprint
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.errors import UsageError
 from maxdiffusion.paths import as_path, as_text, write_whole
@@ -31,6 +32,7 @@ from maxdiffusion.pipelines.checkpoint_folder import (
     checkpoint_steps,
     newest_whole,
     parts_in,
+    read_manifest,
     sizes_in,
 )
 from maxdiffusion.pipelines.run_folder import TOKENIZER, quiet, read_part
@@ -54,6 +56,9 @@ FIXED = (
 
 FREE = ("data.num_threads", "data.index_folder")
 """What it may change nevertheless: these say how data is read, not what."""
+
+COMPARED = ("data.path", "data.on_broken")
+"""What it may change where the checkpoint knows its samples: then these are compared, wherever they are."""
 
 _WRITE_ERRORS = (OSError, ValueError, RuntimeError, TimeoutError)
 """What file systems, TensorStore, jax and Orbax raise where writing fails."""
@@ -86,9 +91,9 @@ def open_run(recipe: Recipe, *, resume: bool) -> tuple[Path, int]:
         )
     if not steps:
         return folder, 0
-    _check_same_run(recipe, folder)
     step = newest_whole(folder)
     assert step is not None, "there are checkpoints, and if none were whole that was said"
+    _check_same_run(recipe, folder, knows_samples="samples" in _data_of(folder, step))
     allowed = recipe.train.resume_changes
     check_average(checkpoint_folder(folder, step), keeps_ema=recipe.train.ema_decay > 0, allowed=allowed)
     return folder, step
@@ -136,16 +141,45 @@ def check_average(folder: Path, *, keeps_ema: bool, allowed: Collection[ResumeCh
         )
 
 
-def _check_same_run(recipe: Recipe, folder: Path) -> None:
+def check_data(folder: Path, step: int, samples: Fingerprint, *, allowed: Collection[ResumeChange]) -> bool:
+    """Refuses other samples than those that a run was trained on; True where they are others and that was asked for.
+
+    Args:
+        folder: of the run.
+        step: of the checkpoint to go on from; an older version's tells the number of samples only, or nothing.
+        samples: that there are now.
+        allowed: changes that the user asked for.
+
+    Raises:
+        UsageError: they are others.
+    """
+    data = _data_of(folder, step)
+    then = data.get("samples", {"number": data["num_samples"]} if "num_samples" in data else {})
+    change = samples.change(then)
+    if change is not None and "data" not in allowed:
+        raise UsageError(
+            f"run '{folder}' was trained on other data ({change}): bring the data back as it was, go on with what is "
+            "there now with train.resume_changes=[data], or start another run with run=FOLDER"
+        )
+    return change is not None
+
+
+def _data_of(folder: Path, step: int) -> Mapping[str, Any]:
+    """What a checkpoint says of its data."""
+    return (read_manifest(checkpoint_folder(folder, step)) or {}).get("data", {})
+
+
+def _check_same_run(recipe: Recipe, folder: Path, *, knows_samples: bool) -> None:
     # As written: lists and tuples are the same there.
     old, new = (
         {key: format_value(value) for key, value in flatten(one).items()} for one in (load_run(folder).recipe, recipe)
     )
-    cast = "cast" in recipe.train.resume_changes
+    allowed = recipe.train.resume_changes
+    free = (*FREE, *COMPARED) if knows_samples else FREE
     for key in sorted(old.keys() | new.keys()):
-        if cast and key == "train.master_dtype":
+        if ("cast" in allowed and key == "train.master_dtype") or ("data" in allowed and key.startswith("data.")):
             continue
-        fixed = key not in FREE and any(key == name or key.startswith(f"{name}.") for name in FIXED)
+        fixed = key not in free and any(key == name or key.startswith(f"{name}.") for name in FIXED)
         if fixed and old.get(key) != new.get(key):
             raise UsageError(
                 f"run '{folder}' was trained with {key}={old.get(key, 'its default')}, and this recipe says "

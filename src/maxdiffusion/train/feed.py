@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from maxdiffusion.config.schema import DataSection
-from maxdiffusion.data.batches import Batch
-from maxdiffusion.data.buckets import BucketRule, aspect_sizes
+from maxdiffusion.data.batches import Batch, Batches, batches
+from maxdiffusion.data.buckets import BucketRule, Buckets, aspect_sizes
 from maxdiffusion.data.folder import folder_shard
 from maxdiffusion.data.index import Shard
 from maxdiffusion.data.pictures import Pictures, Split, pictures
@@ -149,6 +149,24 @@ class Feed:
             mask=self._place(mask, self.rows),
             index=self._place(index, self.rows),
             weight=self._place(batch.weight, self.rows),
+        )
+
+    def batches(self, source: Source, *, seed: int, buckets: Buckets | None = None) -> Batches:
+        """This host's share of the batches of a training, without end.
+
+        Args:
+            source: of the pictures.
+            seed: decides their order.
+            buckets: which size each picture has; None where all have one.
+        """
+        shard, num_shards = self.share
+        return batches(
+            source,
+            batch_size=self.batch_size,
+            seed=seed,
+            buckets=None if buckets is None else buckets.of,
+            shard_index=shard,
+            num_shards=num_shards,
         )
 
     def _place(self, local: np.ndarray, sharding: NamedSharding) -> Array:

@@ -14,6 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxdiffusion import __version__
 from maxdiffusion.config.schema import Recipe, flatten
+from maxdiffusion.data.batches import Batches
+from maxdiffusion.data.fingerprint import Fingerprint
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.pipelines.checkpoint_folder import FORMAT
@@ -30,13 +32,17 @@ class RunFacts:
         recipe: of the run.
         layout: mesh and resolved rules.
         tokenizer: of the captions.
-        num_samples: of the source, that is of an epoch.
+        batches: of the training; they know how far each bucket of samples is drawn.
+        sizes: height and width of the pictures of each bucket.
+        samples: of the training data.
     """
 
     recipe: Recipe
     layout: Layout
     tokenizer: WordTokenizer
-    num_samples: int
+    batches: Batches
+    sizes: tuple[tuple[int, int], ...]
+    samples: Fingerprint
 
 
 def manifest(step: int, parts: Mapping[str, Any], facts: RunFacts | None) -> dict[str, Any]:
@@ -60,18 +66,28 @@ def manifest(step: int, parts: Mapping[str, Any], facts: RunFacts | None) -> dic
     }
     if facts is None:
         return content
-    batch = facts.recipe.train.batch_size
     return content | {
         "model": facts.recipe.model,
         "recipe": flatten(facts.recipe),
         "rules": [[name, axes] for name, axes in facts.layout.rules],
-        "data": {
-            "seed": facts.recipe.seed,
-            "batch_size": batch,
-            "num_samples": facts.num_samples,
-            "next_sample": step * batch,
-            "epoch": step * batch // facts.num_samples,
-        },
+        "data": _data(step, facts),
+    }
+
+
+def _data(step: int, facts: RunFacts) -> dict[str, Any]:
+    """Which samples there are, and how far they are drawn: of each size on its own, for a batch is of one."""
+    batch, position = facts.batches.batch_size, facts.batches.position(step)
+    return {
+        "seed": facts.recipe.seed,
+        "batch_size": batch,
+        "num_samples": facts.samples.number,
+        "samples": facts.samples.as_dict(),
+        "next_sample": step * batch,
+        "epoch": position.epoch,
+        "buckets": [
+            {"size": list(size), "samples": number, "epoch": drawn // number, "place": drawn % number}
+            for size, number, drawn in zip(facts.sizes, position.samples, position.drawn, strict=True)
+        ],
     }
 
 

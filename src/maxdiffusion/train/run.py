@@ -10,7 +10,7 @@ import jax
 
 from maxdiffusion.config.load import load_recipe
 from maxdiffusion.config.schema import Recipe
-from maxdiffusion.data.batches import batches
+from maxdiffusion.data.fingerprint import Fingerprint
 from maxdiffusion.data.prompts import unknown_words
 from maxdiffusion.data.source import Source
 from maxdiffusion.data.tokenizer import WordTokenizer
@@ -22,7 +22,7 @@ from maxdiffusion.parallel.replicas import replica_checksums
 from maxdiffusion.pipelines.run_folder import METRICS, SAMPLES, TOKENIZER
 from maxdiffusion.pipelines.text_to_image import TextToImage, sampler, text_to_image_of
 from maxdiffusion.train.agreement import agree, setup_facts, weight_facts
-from maxdiffusion.train.checkpoint import Checkpoints, open_run, write_run
+from maxdiffusion.train.checkpoint import Checkpoints, check_data, open_run, write_run
 from maxdiffusion.train.evaluate import HeldOutLoss
 from maxdiffusion.train.feed import (
     captions_of,
@@ -38,7 +38,7 @@ from maxdiffusion.train.metrics import MetricsFile
 from maxdiffusion.train.optim import optimizer
 from maxdiffusion.train.progress import Reporter
 from maxdiffusion.train.samples import SampleGrid
-from maxdiffusion.train.sizes import buckets_of, compile_sizes, image_shapes, told
+from maxdiffusion.train.sizes import buckets_of, check_sizes, compile_sizes, image_shapes, told
 from maxdiffusion.train.state import TrainState, initial_state, sampling_weights, state_shapes
 from maxdiffusion.train.step import objective_of, train_step
 from maxdiffusion.train.watchdog import Watchdog
@@ -103,12 +103,16 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
     folder, done = open_run(recipe, resume=recipe.resume if resume is None else resume)
     mesh = build_mesh(recipe.mesh_spec)
     source = training_source(recipe.data)
+    samples = Fingerprint.of(source)
     if watch.board is not None:
-        agree(watch.board, "set-up", setup_facts(recipe, mesh=mesh, source=source, done=done))
+        agree(watch.board, "set-up", setup_facts(recipe, mesh=mesh, samples=samples, done=done))
         connect = connections(mesh)
         agree(watch.board, "connections", {})  # all have compiled it
         connect()
+    changed = bool(done) and check_data(folder, done, samples, allowed=recipe.train.resume_changes)
     tokenizer = WordTokenizer.load(folder / TOKENIZER) if done else learn_words(captions_of(source))
+    if changed:
+        tokenizer.encode(captions_of(source))  # refuses a caption that is too long for the model
     subject = text_to_image_of(recipe, mesh=mesh, vocab_size=tokenizer.vocab_size, max_length=tokenizer.max_length)
     section, rule, layout = recipe.train, optimizer(recipe.train, subject.model), subject.layout
     feed = make_feed(layout, tokenizer, batch_size=section.batch_size, data_sharding=recipe.data_sharding)
@@ -120,6 +124,7 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
     )
     objective = objective_of(recipe, subject, tokenizer)
     images = image_shapes(source)
+    check_sizes(subject.model, images, recipe.data)
     examples = feed.shapes(section.batch_size, images[0])
     step = train_step(
         objective,
@@ -132,7 +137,9 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
     )
     grid = _grid(recipe, subject, tokenizer, source)
     write_run(folder, recipe, tokenizer)
-    facts = RunFacts(recipe=recipe, layout=layout, tokenizer=tokenizer, num_samples=len(source))
+    stream = feed.batches(source, seed=recipe.seed, buckets=buckets_of(source))
+    sizes = tuple(image[:2] for image in images)
+    facts = RunFacts(recipe=recipe, layout=layout, tokenizer=tokenizer, batches=stream, sizes=sizes, samples=samples)
     checkpoints = Checkpoints(folder, keep=section.keep_checkpoints, keep_every=section.keep_every, facts=facts)
     reporter.say(
         f"run {folder}: {len(source)} pictures of {_sizes(source)}, "
@@ -140,6 +147,8 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
     )
     for line in told(source, section.batch_size):
         reporter.say(line)
+    if changed:
+        reporter.say(f"data: other samples than until step {done}: go on with them at the place that the step says")
     with reporter.phase(f"reading step {done}" if done else "making the weights"):
         state = (
             checkpoints.restore(done, shapes, allowed=section.resume_changes)
@@ -167,18 +176,10 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
         with reporter.phase(f"held-out losses of step {int(state.step)}"):
             return held_out_loss(sampling_weights(state)).as_metrics()
 
-    shard, num_shards = feed.share
     loop = Loop(
         section=section,
         step=compiled,
-        batches=batches(
-            source,
-            batch_size=section.batch_size,
-            seed=recipe.seed,
-            buckets=None if (buckets := buckets_of(source)) is None else buckets.of,
-            shard_index=shard,
-            num_shards=num_shards,
-        ),
+        batches=stream,
         feed=feed,
         reporter=reporter,
         metrics=MetricsFile(folder / METRICS, resume_step=done),

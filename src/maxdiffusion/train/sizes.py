@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from maxdiffusion.config.schema import DataSection
 from maxdiffusion.data.buckets import Buckets
 from maxdiffusion.data.shards import ShardedPictures
 from maxdiffusion.data.source import Source
+from maxdiffusion.errors import UsageError
+from maxdiffusion.models.pictures import Pictures
 from maxdiffusion.train.feed import Feed
 from maxdiffusion.train.state import TrainState
 from maxdiffusion.train.step import Examples, Step, StepResult
@@ -21,6 +24,30 @@ def image_shapes(source: Source) -> list[tuple[int, int, int]]:
     """Height, width and channels of every size of picture that a source gives."""
     buckets = buckets_of(source)
     return [source[0].image.shape] if buckets is None else [(*size, 3) for size in buckets.sizes]  # type: ignore[list-item]
+
+
+def check_sizes(model: Pictures, images: list[tuple[int, int, int]], section: DataSection) -> None:
+    """Refuses sizes of pictures that the model cannot take.
+
+    Raises:
+        UsageError: with the nearest sizes that it can.
+    """
+    fold, size = model.fold, section.size
+    wrong = [one for one in images if one[0] % fold or one[1] % fold]
+    if not wrong:
+        return
+    cause = f"the model folds {fold} x {fold} pixels into one position (model_config.fold)"
+    if section.buckets == "aspect":
+        legal = sorted(
+            (step for step in range(fold, size + 1, fold) if size % step == 0),
+            key=lambda step: (abs(step - section.bucket_step), step),
+        )
+        raise UsageError(f"data.bucket_step={section.bucket_step}: {cause}: take {' or '.join(map(str, legal[:2]))}")
+    near = [[max(round(side / fold), 1) * fold for side in one[:2]] for one in wrong]
+    raise UsageError(
+        f"data.buckets: {cause}, and {', '.join(f'{one[0]}x{one[1]}' for one in wrong)} cannot be cut so: take "
+        f"{', '.join(f'{height}x{width}' for height, width in near)}"
+    )
 
 
 def told(source: Source, batch_size: int) -> list[str]:
