@@ -29,14 +29,14 @@ from maxdiffusion.specs import MeshSpec
 
 LIMITS = {
     "float32": {"forward": 1e-6, "first_loss": 1e-6, "gradients": 1e-5, "worst_gradient": 1e-5, "loss": 1e-5},
-    "bfloat16": {"forward": 2e-2, "gradients": 2e-2, "loss": 5e-3},
+    "bfloat16": {"forward": 2e-2, "gradients": 4e-2, "loss": 5e-3},
 }
 """Largest relative errors against one device in the same dtype; `loss` is that after `NUM_STEPS` steps.
 
 `gradients` is the norm over the whole tree, `worst_gradient` that of a leaf, `loss` comes after `NUM_STEPS` steps.
 Float32 sums in another order differ by about 1e-7, which some thirty layers multiply; the limits are those of the
 twins, and a wider network sums more terms. bfloat16 keeps 8 bits, so that activations rounded in another order differ
-by 4e-3 and more."""
+by 4e-3 and more, and gradients, which pass every layer twice, by twice as much."""
 
 NUM_STEPS = 10
 """Optimizer steps."""
