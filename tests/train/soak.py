@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxdiffusion.cli.devices import PATIENCE
+from maxdiffusion.cli.devices import PATIENCE, THREADS_PER_DEVICE
 from maxdiffusion.pipelines.checkpoint_folder import CHECKPOINTS, checkpoint_steps, flaw
 from tests.train.runs import WORDS, read_bits, read_lines
 
@@ -50,6 +50,7 @@ def start(kind: str, folder: Path, steps: int, *, cache: Path | None, pause: str
     more = {"VICTIM_PAUSE": pause, "JAX_PLATFORMS": "cpu", **env}
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         more["XLA_FLAGS"] = " ".join(("--xla_force_host_platform_device_count=8", *PATIENCE))
+        more["NPROC"] = str(8 * THREADS_PER_DEVICE)
     if cache is not None:
         more |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
     with folder.with_suffix(".log").open("a") as log:

@@ -23,8 +23,8 @@ THREADS_PER_DEVICE = 4
 """Threads that XLA's CPU runtime gets for each virtual device.
 
 A collective blocks a thread until all devices have come, and a device runs collectives that do not depend on each other
-at once: with one thread a device, which a small machine gets from XLA, some devices can hold all threads while they wait
-for the others, for ever."""
+at once: with one thread a device, which a small machine gets from XLA, some devices can hold all threads while they
+wait for the others, for ever."""
 
 
 def make_virtual_devices(count: int | None) -> None:
