@@ -30,6 +30,9 @@ from tests.train.runs import WORDS, read_bits, read_lines
 STEPS = {"unet": 150, "flux": 150}
 EVERY = 3
 
+PATIENT = 3600
+"""Seconds that a whole run may take on a machine that does other things."""
+
 
 def start(kind: str, folder: Path, steps: int, *, cache: Path | None, pause: str = "", **env: str) -> subprocess.Popen:
     """A process that trains into `folder`; what it says goes to `folder.log`, its batches to `folder.ids`.
@@ -120,7 +123,7 @@ class Soak:
             half = f", {left_over} half-written left behind" if left_over else ""
             say(f"{self.kind}: kill {number:2} of {self.kills} while {what}: newest whole checkpoint {newest}{half}")
         process = start(self.kind, victim, steps, cache=self.folder / "xla")
-        if process.wait(timeout=900):
+        if _ended(process):
             say(f"{self.kind}: the last process failed: see {victim.with_suffix('.log')}")
             return False
         different = differing(peace, victim, steps)
@@ -135,7 +138,7 @@ class Soak:
         while not folder.with_suffix(".ids").exists() and process.poll() is None:
             time.sleep(0.01)
         self.startup = time.monotonic() - began
-        if process.wait(timeout=900):
+        if _ended(process):
             raise SystemExit(f"the run in peace failed: see {folder.with_suffix('.log')}")
         rate = steps / (time.monotonic() - began - self.startup)
         say(f"{self.kind}: in peace: {steps} steps, {rate:.1f} a second after {self.startup:.1f} s of starting")
@@ -190,6 +193,14 @@ def main() -> int:
             folder.mkdir(parents=True, exist_ok=True)
             good &= Soak(kind=kind, folder=folder, kills=args.kills, chance=random.Random(seed)).run()
     return 0 if good else 1
+
+
+def _ended(process: subprocess.Popen) -> int:
+    """The exit status; nothing is left running."""
+    try:
+        return process.wait(timeout=PATIENT)
+    finally:
+        process.kill()
 
 
 def _newest_batch(ids: Path, size: int) -> int:
