@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import signal
 from pathlib import Path
@@ -15,6 +16,7 @@ from maxdiffusion.config.schema import TrainSection
 from maxdiffusion.train.checkpoint import Checkpoints
 from maxdiffusion.train.loop import DivergedError, Loop
 from maxdiffusion.train.metrics import MetricsFile
+from maxdiffusion.train.profile import Profiler
 from maxdiffusion.train.progress import Reporter
 from maxdiffusion.train.state import TrainState
 from maxdiffusion.train.step import Examples, StepResult
@@ -48,14 +50,22 @@ def test_what_is_due_happens_at_its_step_and_at_the_last(subject: Subject, tmp_p
     )
     sampled: list[int] = []
     measured: list[int] = []
+    reported: list[list[int]] = []
 
     def measure(state: TrainState) -> dict[str, float]:
         measured.append(int(state.step))
         return {"held_out_loss": 1.0}
 
     outcome = _loop(
-        subject, tmp_path, section, on_sample=lambda state: sampled.append(int(state.step)), on_evaluate=measure
+        subject,
+        tmp_path,
+        section,
+        on_sample=lambda state: sampled.append(int(state.step)),
+        on_evaluate=measure,
+        on_report=lambda: reported.append(_steps(tmp_path)),
     ).run(subject.start())
+    # At a checkpoint, and at the end, when the last one is whole.
+    assert len(reported) == 2 and reported[-1] == [4, 5]
     assert (sampled, measured, _steps(tmp_path)) == ([2, 4, 5], [3, 5], [4, 5])
     assert (outcome.images, outcome.interrupted, int(outcome.state.step)) == (5 * BATCH, False, 5)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -63,6 +73,36 @@ def test_what_is_due_happens_at_its_step_and_at_the_last(subject: Subject, tmp_p
     assert list(losses) == [1, 2, 3, 4, 5]
     assert {line["step"] for line in lines if "held_out_loss" in line} == {3, 5}
     np.testing.assert_allclose(outcome.loss, np.mean(list(losses.values())), rtol=1e-6)
+
+
+def test_a_trace_holds_the_steps_asked_for_and_no_others(
+    subject: Subject, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = TrainSection(steps=5, batch_size=BATCH, log_every=5, checkpoint_every=0, sample_every=0)
+    _loop(subject, tmp_path, section, profiler=Profiler((2, 4), tmp_path / "profile")).run(subject.start())
+    (trace,) = (tmp_path / "profile").rglob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    # The steps of a trace are counted from 0.
+    assert sorted({int(one["args"]["step_num"]) for one in events if "step_num" in one.get("args", {})}) == [2, 3]
+    told = capsys.readouterr().err
+    assert f"trace of steps 3 to 4: {tmp_path / 'profile'}; look at it with" in told and told.count("trace of") == 1
+
+
+def test_a_trace_whose_end_is_never_reached_is_ended(subject: Subject, tmp_path: Path) -> None:
+    section = TrainSection(steps=9, batch_size=BATCH, log_every=5, checkpoint_every=0, sample_every=0)
+    ended: list[object] = []
+    profiler = Profiler((1, 8), tmp_path / "profile")
+    profiler.start = lambda state: setattr(profiler, "_running", True)  # type: ignore[method-assign]
+    profiler.stop = lambda state: ended.append(state)  # type: ignore[method-assign]
+
+    def step(state: TrainState, examples: Examples) -> tuple[TrainState, StepResult]:
+        if int(state.step) == 3:
+            raise KeyboardInterrupt
+        return subject.step(state, examples)
+
+    with pytest.raises(KeyboardInterrupt):
+        _loop(subject, tmp_path, section, step=step, profiler=profiler).run(subject.start())
+    assert ended == [None]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -22,6 +22,7 @@ from maxdiffusion.cli.evaluate import evaluate
 from maxdiffusion.cli.explain import explain
 from maxdiffusion.cli.generate import generate
 from maxdiffusion.cli.recipes import recipes
+from maxdiffusion.cli.report import report
 from maxdiffusion.cli.traffic import traffic
 from maxdiffusion.cli.train import train
 from maxdiffusion.cli.verify import verify
@@ -39,7 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _verb in (train, generate, evaluate, explain, verify, traffic, recipes, doctor):
+for _verb in (train, generate, evaluate, report, explain, verify, traffic, recipes, doctor):
     app.command()(_verb)
 app.add_typer(ckpt, name="ckpt")
 

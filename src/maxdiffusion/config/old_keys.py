@@ -67,7 +67,13 @@ def _steps(name: str) -> Callable[[Any], str]:
     return lambda value: f"{name}={0 if value == -1 else 'STEPS'}"
 
 
+def _begin(value: Any) -> int:
+    return value if isinstance(value, int) else 10
+
+
 NOT_YET = "is not here yet"
+
+_TRACED = "steps done when the trace begins, and when it ends"
 
 OLD_KEYS: Mapping[str, OldKey] = {
     # The mesh
@@ -92,15 +98,19 @@ OLD_KEYS: Mapping[str, OldKey] = {
     "write_metrics": _none("metrics.jsonl in the folder of the run is always written"),
     "gcs_metrics": _none("metrics.jsonl in the folder of the run is always written"),
     "log_period": _is("train.log_every"),
-    "tensorboard_dir": _none(f"TensorBoard {NOT_YET}: metrics.jsonl in the folder of the run has the same numbers"),
+    "tensorboard_dir": _is(
+        "track.tensorboard", "the files lie in the folder of the run", lambda value: "track.tensorboard=true"
+    ),
     "timing_metrics_file": _none("the time of each part is told as it ends, and metrics.jsonl has seconds"),
     "write_timing_metrics": _none("the time of each part is told as it ends, and metrics.jsonl has seconds"),
     "save_config_to_gcs": _none("recipe.yaml in the folder of the run is always written"),
     "jax_cache_dir": _none("set the variable JAX_COMPILATION_CACHE_DIR"),
-    "enable_profiler": _none(f"a profile out of the trainer {NOT_YET}"),
-    "skip_first_n_steps_for_profiler": _none(f"a profile out of the trainer {NOT_YET}"),
-    "profiler_steps": _none(f"a profile out of the trainer {NOT_YET}"),
-    "profiler": _none(f"a profile out of the trainer {NOT_YET}"),
+    "enable_profiler": _is("profile.steps", _TRACED, lambda value: "profile.steps=10:13"),
+    "skip_first_n_steps_for_profiler": _is(
+        "profile.steps", _TRACED, lambda value: f"profile.steps={_begin(value)}:{_begin(value) + 3}"
+    ),
+    "profiler_steps": _is("profile.steps", _TRACED, lambda value: f"profile.steps=10:{10 + (_begin(value) or 3)}"),
+    "profiler": _is("profile.steps", _TRACED, lambda value: "profile.steps=10:13"),
     "enable_jax_named_scopes": _none("names of layers are always in the compiled program: leave it out"),
     "enable_mllog": _none(f"the log of MLPerf {NOT_YET}"),
     # The model

@@ -303,6 +303,54 @@ class SampleSection:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class TrackSection:
+    """Who is told what a run measures, beside `metrics.jsonl` and `report.html`, which every run has.
+
+    Attributes:
+        tensorboard: writes TensorBoard's files into the run's folder (extra `track`).
+        wandb: project at Weights & Biases (package wandb); null for none.
+        wandb_mode: `online`, or `offline` for files in the run's folder; null leaves it to the environment.
+        peak_tflops: of one device, which MFU is measured by; null takes that of known accelerators.
+    """
+
+    tensorboard: Flag = False
+    wandb: Text | None = None
+    wandb_mode: Literal["online", "offline"] | None = None
+    peak_tflops: Positive | None = None
+
+    def __post_init__(self) -> None:
+        if self.wandb_mode is not None and self.wandb is None:
+            raise FieldError("wandb_mode", "there is no project: write track.wandb=PROJECT, or leave it out")
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ProfileSection:
+    """Which steps a profiler traces.
+
+    Attributes:
+        steps: `10:13` begins when 10 steps are done and ends when 13 are: three steps; null traces none.
+    """
+
+    steps: Annotated[str, Field(description="two numbers of steps, as in 10:13")] | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.span
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """Steps done when the trace begins, and when it ends."""
+        if self.steps is None:
+            return None
+        match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", self.steps)
+        if match is None:
+            raise FieldError("steps", f"'{self.steps}' is no range: write where it begins and ends, as in 10:13")
+        begin, end = int(match[1]), int(match[2])
+        if begin >= end:
+            raise FieldError("steps", f"{begin}:{end} holds no step: write for example {begin}:{begin + 3}")
+        return begin, end
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Recipe:
     """One training run, whole: what to learn, from what, how, and where on the devices.
 
@@ -371,6 +419,8 @@ class Recipe:
     diffusion: DiffusionSection = field(default_factory=DiffusionSection)
     train: TrainSection = field(default_factory=TrainSection)
     sample: SampleSection = field(default_factory=SampleSection)
+    track: TrackSection = field(default_factory=TrackSection)
+    profile: ProfileSection = field(default_factory=ProfileSection)
 
     def __post_init__(self) -> None:
         axes = self.mesh_axes
@@ -486,6 +536,8 @@ SECTIONS: Mapping[str, type] = {
     "diffusion": DiffusionSection,
     "train": TrainSection,
     "sample": SampleSection,
+    "track": TrackSection,
+    "profile": ProfileSection,
 }
 """Keys of a recipe that hold keys themselves."""
 

@@ -4,6 +4,7 @@ recipe.yaml          the whole recipe
 tokenizer.json       the words of the captions
 metrics.jsonl        a line every few steps
 samples/             grids of pictures
+report.html          one page about all of it
 checkpoints/STEP/    see `checkpoint_folder`
 """
 
@@ -25,8 +26,6 @@ from maxdiffusion.paths import as_text
 from maxdiffusion.pipelines.checkpoint_folder import checkpoint_folder, chosen_step, parts_in
 
 TOKENIZER = "tokenizer.json"
-METRICS = "metrics.jsonl"
-SAMPLES = "samples"
 
 
 def weight_shapes(model: DiffusionModel) -> Any:

@@ -7,8 +7,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-import numpy as np
-
+from maxdiffusion.kernels.flops import meetings
 from maxdiffusion.tools.hlo import Instruction, arrays_of, instructions
 
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -108,5 +107,4 @@ def _meetings(sizes: tuple[int, int, int], window: dict[str, list[str]], dim: in
     stride, dilation, gaps = (int(setting(key, "1")) for key in ("stride", "rhs_dilate", "lhs_dilate"))
     low = int(setting("pad", "0_0").split("_")[0])
     # Reversal permutes the taps of a window and changes no count.
-    at = np.arange(outputs)[:, None] * stride + np.arange(taps)[None, :] * dilation - low
-    return int(np.sum((at >= 0) & (at <= (size - 1) * gaps) & (at % gaps == 0)))
+    return meetings(size, taps, outputs, stride=stride, dilation=dilation, gaps=gaps, low=low)

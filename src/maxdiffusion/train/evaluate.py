@@ -26,7 +26,7 @@ from maxdiffusion.diffusion.timesteps import Uniform
 from maxdiffusion.errors import UsageError
 from maxdiffusion.parallel.multihost import everywhere
 from maxdiffusion.paths import as_path
-from maxdiffusion.pipelines.run_folder import SAMPLES
+from maxdiffusion.pipelines.run_files import EVALUATION, SAMPLES
 from maxdiffusion.pipelines.text_to_image import sampler
 from maxdiffusion.pipelines.trained import open_trained
 from maxdiffusion.train.feed import built_in, held_out_source, make_feed
@@ -38,9 +38,6 @@ THUMBNAIL = 16
 
 SHOWN = 16
 """Pairs that the picture of an evaluation shows."""
-
-EVALUATION = "evaluation"
-"""Stem of the files that an evaluation writes into the run's folder."""
 
 Z95 = 1.959964
 """Quantile of the normal distribution for intervals of 95 %."""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from maxdiffusion.train.checkpoint import Checkpoints
 from maxdiffusion.train.feed import Feed
 from maxdiffusion.train.metrics import MetricsFile
 from maxdiffusion.train.optim import learning_rate
+from maxdiffusion.train.profile import Profiler, step_name
 from maxdiffusion.train.progress import Reporter
 from maxdiffusion.train.state import TrainState
 from maxdiffusion.train.step import Examples, Step, StepResult
@@ -65,6 +67,8 @@ class Loop:
         checkpoints: where states go.
         on_sample: draws the grid of a state.
         on_evaluate: measures a state on held-out pictures; names and values for the metrics.
+        on_report: writes the page about the run, at checkpoints and at the end.
+        profiler: traces some steps.
         num_threads: threads that make batches ahead of the steps.
         watch: names who is late.
     """
@@ -78,6 +82,8 @@ class Loop:
     checkpoints: Checkpoints
     on_sample: Callable[[TrainState], None] | None = None
     on_evaluate: Callable[[TrainState], dict[str, float]] | None = None
+    on_report: Callable[[], None] | None = None
+    profiler: Profiler = field(default_factory=lambda: Profiler(None, Path()))
     num_threads: int = 0
     watch: Watchdog = field(default_factory=lambda: Watchdog(seconds=None))
     _pending: list[StepResult] = field(default_factory=list, init=False)
@@ -101,11 +107,16 @@ class Loop:
         """
         section, done = self.section, int(state.step)
         self._first = done
-        with _Stop() as stop, self.reporter.steps(section.steps, done):
+        with _Stop() as stop, self.reporter.steps(section.steps, done), contextlib.closing(self.profiler):
             self._since = time.perf_counter()
             batches = self.batches.iterate(done, num_threads=self.num_threads)
             while done < section.steps and not stop.asked:
-                state, result = self.step(state, self._next(batches))
+                if self.profiler.begins(done):
+                    self._flush(done)
+                    with self._clock_stopped("starting the profiler"):
+                        self.profiler.start(state)
+                with step_name(done):
+                    state, result = self.step(state, self._next(batches))
                 self._pending.append(result)
                 done += 1
                 self.watch.step(done)
@@ -120,6 +131,8 @@ class Loop:
         self.watch.finished()
         self.checkpoints.wait()
         self.metrics.flush()
+        if self.on_report is not None:
+            self.on_report()
         return Outcome(
             state=state,
             loss=self._recent_loss(),
@@ -145,6 +158,11 @@ class Loop:
 
         if done == self._first + 1 or last or done % section.log_every == 0 or stop.asked:
             self._flush(done)
+        if self.profiler.ends(done):
+            self._flush(done)
+            with self._clock_stopped("writing a trace"):
+                self.profiler.stop(state)
+            self.reporter.say(self.profiler.told())
         if stop.asked and not last:
             return
         if due(section.eval_every) and self.on_evaluate is not None:
@@ -160,6 +178,9 @@ class Loop:
             self.metrics.flush()
             with self._clock_stopped("saving a checkpoint"):
                 self.checkpoints.save(state)
+        if due(section.checkpoint_every) and not last and self.on_report is not None:
+            with self._clock_stopped("writing the report"):
+                self.on_report()
 
     def _flush(self, done: int) -> None:
         """Fetches the losses since the last call, checks that they are finite, and writes a line.

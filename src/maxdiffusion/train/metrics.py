@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
 
 from maxdiffusion.paths import is_remote, write_whole
+from maxdiffusion.train.trackers import Tracker
 
 SECONDS_BETWEEN_WRITES = 10.0
 """An object store's files cannot grow: the whole file is written anew, and not more often than this."""
@@ -23,14 +24,16 @@ class MetricsFile:
         path: of the file.
     """
 
-    def __init__(self, path: Path, *, resume_step: int = 0) -> None:
+    def __init__(self, path: Path, *, resume_step: int = 0, trackers: Sequence[Tracker] = ()) -> None:
         """Opens the file for a run that starts after `resume_step`.
 
         Args:
             path: of the file; its folder exists.
             resume_step: lines of later steps are dropped: a run that died after its last checkpoint wrote some.
+            trackers: are told every line too.
         """
         self.path = path
+        self._trackers = trackers
         self._told = -float("inf")
         self._writes = jax.process_index() == 0
         if self._writes:
@@ -47,6 +50,8 @@ class MetricsFile:
         """
         if not self._writes:
             return
+        for tracker in self._trackers:
+            tracker.write(step, values)
         plain = {
             key: [_finite(one) for one in value] if isinstance(value, list) else _finite(value)
             for key, value in values.items()
@@ -59,6 +64,12 @@ class MetricsFile:
             return
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line)
+
+    def close(self) -> None:
+        """Brings everything up to date, the trackers' part too."""
+        self.flush()
+        for tracker in self._trackers:
+            tracker.close()
 
     def flush(self) -> None:
         """Brings an object store's file up to date; a local one always is."""

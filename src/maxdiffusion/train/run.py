@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,9 @@ from maxdiffusion.nn.model import float_dtype
 from maxdiffusion.parallel.mesh import build_mesh, describe
 from maxdiffusion.parallel.multihost import HOST_TIMEOUT, connections
 from maxdiffusion.parallel.replicas import replica_checksums
-from maxdiffusion.pipelines.run_folder import METRICS, SAMPLES, TOKENIZER
+from maxdiffusion.paths import as_path
+from maxdiffusion.pipelines.run_files import METRICS, SAMPLES
+from maxdiffusion.pipelines.run_folder import TOKENIZER
 from maxdiffusion.pipelines.text_to_image import TextToImage, sampler, text_to_image_of
 from maxdiffusion.train.agreement import agree, setup_facts, weight_facts
 from maxdiffusion.train.checkpoint import Checkpoints, check_data, open_run, write_run
@@ -36,11 +40,14 @@ from maxdiffusion.train.loop import Loop
 from maxdiffusion.train.manifest import RunFacts
 from maxdiffusion.train.metrics import MetricsFile
 from maxdiffusion.train.optim import optimizer
+from maxdiffusion.train.profile import PROFILE, Profiler, check_span, past
 from maxdiffusion.train.progress import Reporter
+from maxdiffusion.train.report import write_report
 from maxdiffusion.train.samples import SampleGrid
 from maxdiffusion.train.sizes import buckets_of, check_sizes, compile_sizes, image_shapes, told
 from maxdiffusion.train.state import TrainState, initial_state, sampling_weights, state_shapes
 from maxdiffusion.train.step import objective_of, train_step
+from maxdiffusion.train.trackers import check_trackers, open_trackers
 from maxdiffusion.train.watchdog import Watchdog
 
 
@@ -100,6 +107,9 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
             f"pipeline_patches={recipe.pipeline_patches} approximates steps of sampling and cannot train: leave it out"
         )
     reporter = Reporter()
+    place = as_path(recipe.run or f"runs/{recipe.model}")
+    check_trackers(recipe.track, place)
+    check_span(recipe.profile.span, steps=recipe.train.steps, folder=place)
     folder, done = open_run(recipe, resume=recipe.resume if resume is None else resume)
     mesh = build_mesh(recipe.mesh_spec)
     source = training_source(recipe.data)
@@ -137,6 +147,9 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
     )
     grid = _grid(recipe, subject, tokenizer, source)
     write_run(folder, recipe, tokenizer)
+    trackers = open_trackers(recipe, folder, resume_step=done)
+    grid = dataclasses.replace(grid, trackers=trackers)
+    metrics = MetricsFile(folder / METRICS, resume_step=done, trackers=trackers)
     stream = feed.batches(source, seed=recipe.seed, buckets=buckets_of(source))
     sizes = tuple(image[:2] for image in images)
     facts = RunFacts(recipe=recipe, layout=layout, tokenizer=tokenizer, batches=stream, sizes=sizes, samples=samples)
@@ -145,7 +158,7 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
         f"run {folder}: {len(source)} pictures of {_sizes(source)}, "
         f"{_count(shapes) / 1e6:.1f} M parameters, mesh {describe(mesh)}"
     )
-    for line in told(source, section.batch_size):
+    for line in [*told(source, section.batch_size), *filter(None, [past(recipe.profile.span, done=done)])]:
         reporter.say(line)
     if changed:
         reporter.say(f"data: other samples than until step {done}: go on with them at the place that the step says")
@@ -182,16 +195,19 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
         batches=stream,
         feed=feed,
         reporter=reporter,
-        metrics=MetricsFile(folder / METRICS, resume_step=done),
+        metrics=metrics,
         checkpoints=checkpoints,
         on_sample=draw,
         on_evaluate=None if held_out_loss is None else measure,
+        on_report=functools.partial(_report, folder, reporter),
+        profiler=Profiler(recipe.profile.span, folder / PROFILE),
         num_threads=reading_threads(recipe.data),
         watch=watch,
     )
     try:
         outcome = loop.run(state)
     finally:
+        metrics.close()
         checkpoints.close()
     return TrainResult(
         run=folder,
@@ -204,6 +220,18 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
         samples=pictures[-1] if pictures else None,
         interrupted=outcome.interrupted,
     )
+
+
+def _report(folder: Path, reporter: Reporter) -> None:
+    """Writes the page about a run, on the first host. Training goes on without one."""
+    if jax.process_index():
+        return
+    try:
+        write_report(folder)
+    except Exception as error:  # noqa: BLE001  a page about a run must not end the run
+        reporter.say(
+            f"the report is not up to date: {type(error).__name__}: {error}; try `maxdiffusion report {folder}`"
+        )
 
 
 def _grid(recipe: Recipe, subject: TextToImage, tokenizer: WordTokenizer, source: Source) -> SampleGrid:

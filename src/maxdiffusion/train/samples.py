@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import jax
 
 from maxdiffusion import __version__
 from maxdiffusion.config.schema import SampleSection
-from maxdiffusion.data.png import picture_grid, write_png
+from maxdiffusion.data.png import picture_grid, slug, write_png
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.pipelines.text_to_image import Sampler
+from maxdiffusion.train.trackers import Tracker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +26,14 @@ class SampleGrid:
         tokenizer: of the captions.
         prompts: fixed for the whole run.
         section: seed, pictures for each prompt, and what else is told in the file.
+        trackers: are given each prompt's row, under a name of its own.
     """
 
     sampler: Sampler
     tokenizer: WordTokenizer
     prompts: tuple[str, ...]
     section: SampleSection
+    trackers: Sequence[Tracker] = ()
 
     def draw(self, params: Any, path: Path, step: int) -> Path:
         """Draws the grid of these weights into a PNG file; every process takes part, the first one writes.
@@ -48,6 +52,9 @@ class SampleGrid:
         )
         if jax.process_index():
             return path
+        for number, (prompt, row) in enumerate(zip(self.prompts, pictures, strict=True)):
+            for tracker in self.trackers:
+                tracker.picture(f"samples/{number:02}-{slug(prompt)}", step, picture_grid(row[None]), prompt)
         text = {
             "prompts": "\n".join(self.prompts),
             "seed": section.seed,

@@ -1,0 +1,167 @@
+"""Trackers are told what `metrics.jsonl` is told; what they need is asked for before anything starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import struct
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxdiffusion.config.load import load_recipe
+from maxdiffusion.errors import UsageError
+from maxdiffusion.paths import as_path
+from maxdiffusion.train.metrics import MetricsFile
+from maxdiffusion.train.trackers import check_trackers, open_trackers, scalars
+
+LINE = {"loss": 0.5, "grad_norm": float("nan"), "loss_by_time": [1.0, float("nan")], "count_by_time": [3.0, 0.0]}
+
+
+class _Wandb(ModuleType):
+    """What is used of the package, written down."""
+
+    class Error(Exception):
+        pass
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.__spec__ = importlib.util.spec_from_loader("wandb", None)
+        self.calls: list[tuple[str, Any]] = []
+        self.refuses = ""
+
+    def init(self, **settings: Any) -> Any:
+        if self.refuses:
+            raise self.Error(self.refuses)
+        self.calls.append(("init", settings))
+        return SimpleNamespace(
+            define_metric=lambda *names, **how: self.calls.append(("define", (names, how))),
+            log=lambda values: self.calls.append(("log", values)),
+            finish=lambda: self.calls.append(("finish", None)),
+        )
+
+    def Image(self, pixels: np.ndarray, *, caption: str) -> Any:  # noqa: N802  as the package calls it
+        return ("image", pixels.shape, caption)
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> _Wandb:
+    module = _Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def _recipe(*words: str):
+    return load_recipe("pictures-demo", list(words)).recipe
+
+
+def _events(folder: Path) -> list[Any]:
+    """The events of all files: length, checksum, bytes, checksum each."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for path in sorted(folder.iterdir()):
+        content = path.read_bytes()
+        while content:
+            (length,) = struct.unpack("<Q", content[:8])
+            found.append(Event.FromString(content[12 : 12 + length]))
+            content = content[16 + length :]
+    return found
+
+
+def test_finite_numbers_of_a_line_become_scalars() -> None:
+    assert scalars({**LINE, "note": "text"}) == {"loss": 0.5, "loss_by_time/0.0-0.5": 1.0}
+
+
+def test_tensorboard_has_the_numbers_and_pictures_of_every_step(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    recipe = _recipe("track.tensorboard=true")
+    for resume_step in (0, 2):  # a run, and its second part
+        trackers = open_trackers(recipe, tmp_path, resume_step=resume_step)
+        metrics = MetricsFile(tmp_path / "metrics.jsonl", resume_step=resume_step, trackers=trackers)
+        metrics.write(resume_step + 1, LINE)
+        for name in ("samples/00-fox", "samples/01-key"):
+            trackers[0].picture(name, resume_step + 1, np.zeros((4, 6, 3), np.uint8), "fox")
+        metrics.close()
+    told = {
+        (value.tag, event.step): value for event in _events(tmp_path / "tensorboard") for value in event.summary.value
+    }
+    tags = ("loss", "loss_by_time/0.0-0.5", "samples/00-fox", "samples/01-key")
+    assert set(told) == {(tag, step) for tag in tags for step in (1, 3)}
+    assert told["loss", 3].simple_value == 0.5
+    assert (told["samples/01-key", 1].image.height, told["samples/01-key", 1].image.width) == (4, 6)
+    # From here on, TensorBoard hides what the first part wrote.
+    assert [event.step for event in _events(tmp_path / "tensorboard") if event.session_log.status] == [3]
+
+
+def test_wandb_goes_on_with_its_run(tmp_path: Path, wandb: _Wandb) -> None:
+    recipe = _recipe("track.wandb=pictures", "track.wandb_mode=offline")
+    for resume_step in (0, 2):
+        (tracker,) = open_trackers(recipe, tmp_path, resume_step=resume_step)
+        tracker.write(resume_step + 1, LINE)
+        tracker.picture("samples/00-fox", resume_step + 1, np.zeros((4, 6, 3), np.uint8), "a fox")
+        tracker.close()
+    (first, second) = (settings for name, settings in wandb.calls if name == "init")
+    assert first == second and first["resume"] == "allow"
+    assert (first["project"], first["mode"], first["dir"]) == ("pictures", "offline", str(tmp_path))
+    assert first["config"]["train.steps"] == 360
+    logged = [values for name, values in wandb.calls if name == "log"]
+    assert logged[2] == {"step": 3, "loss": 0.5, "loss_by_time/0.0-0.5": 1.0}
+    assert logged[3] == {"step": 3, "samples/00-fox": ("image", (4, 6, 3), "a fox")}
+    assert ("define", (("*",), {"step_metric": "step"})) in wandb.calls and wandb.calls[-1][0] == "finish"
+    open_trackers(recipe, tmp_path, resume_step=0)  # a new run in the same folder
+    assert wandb.calls[-2][1]["id"] != first["id"]
+
+
+def test_what_wandb_refuses_is_one_line_with_a_cure(tmp_path: Path, wandb: _Wandb) -> None:
+    wandb.refuses = "api_key not configured\nmore"
+    with pytest.raises(UsageError, match=r"track.wandb=p: .* api_key not configured; log in .*wandb_mode=offline"):
+        open_trackers(_recipe("track.wandb=p"), tmp_path, resume_step=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "package", "told"),
+    [
+        (
+            ["track.tensorboard=true"],
+            "tensorboardX",
+            r"needs the package tensorboardX: pip install 'maxdiffusion\[track\]'",
+        ),
+        (["track.wandb=p"], "wandb", "track.wandb=p needs the package wandb: pip install wandb"),
+    ],
+)
+def test_a_missing_package_names_itself(
+    words: list[str], package: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
+    with pytest.raises(UsageError, match=told):
+        check_trackers(_recipe(*words).track, tmp_path)
+
+
+def test_nobody_is_asked_for_by_default(tmp_path: Path) -> None:
+    recipe = _recipe()
+    check_trackers(recipe.track, tmp_path)
+    assert open_trackers(recipe, tmp_path, resume_step=0) == ()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_first_host_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jax.process_index", lambda: 1)
+    assert open_trackers(_recipe("track.tensorboard=true"), tmp_path, resume_step=0) == ()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_grow_are_refused_in_an_object_store(monkeypatch: pytest.MonkeyPatch, wandb: _Wandb) -> None:
+    monkeypatch.setattr("maxdiffusion.train.trackers.is_remote", lambda _: True)
+    for words in (["track.tensorboard=true"], ["track.wandb=p", "track.wandb_mode=offline"]):
+        with pytest.raises(UsageError, match=r"is an object store: .*give a local folder with run=FOLDER"):
+            check_trackers(_recipe(*words).track, as_path("runs/x"))
+
+
+def test_a_mode_without_a_project_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"track.wandb_mode .*there is no project: write track.wandb=PROJECT"):
+        _recipe("track.wandb_mode=offline")
