@@ -85,6 +85,18 @@ def test_the_odd_host_is_named_before_the_first_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_hosts_stop_alike_where_a_step_is_not_finite(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = _words(run, "train.learning_rate=1.0e+30", "train.grad_clip=null", "train.log_every=4", "train.steps=40")
+    with hosts(tmp_path / "logs", *words) as running:
+        ended = running.wait()
+    told = {re.search(r"error: (the .* in step \d+; first bad tensor: .*)", host.said) for host in ended}
+    assert len({found and found[1] for found in told}) == 1 and None not in told, [host.said for host in ended]
+    assert [host.status for host in ended] == [2, 2]
+    assert len(checkpoint_steps(run / "diverged")) == 1
+
+
+@pytest.mark.slow
 def test_a_host_that_is_killed_is_named_and_the_run_goes_on(trained: TrainResult, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = _words(run, "train.checkpoint_every=2")

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from maxdiffusion.config.schema import TrainSection
 from maxdiffusion.train.checkpoint import Checkpoints
-from maxdiffusion.train.loop import DivergedError, Loop
+from maxdiffusion.train.loop import Loop
 from maxdiffusion.train.metrics import MetricsFile
 from maxdiffusion.train.profile import Profiler
 from maxdiffusion.train.progress import Reporter
@@ -122,16 +122,3 @@ def test_a_signal_saves_and_says_where(
     assert outcome.interrupted
     assert _steps(tmp_path) == [3] == [int(outcome.state.step)]
     assert "interrupted: saved step 3; go on with resume=true" in capsys.readouterr().err
-
-
-def test_a_loss_that_is_not_finite_stops_with_its_step_and_saves_nothing(subject: Subject, tmp_path: Path) -> None:
-    section = TrainSection(steps=50, batch_size=BATCH, log_every=4, checkpoint_every=4, learning_rate=0.25)
-
-    def step(state: TrainState, examples: Examples) -> tuple[TrainState, StepResult]:
-        number = int(state.step)
-        state, result = subject.step(state, examples)
-        return state, result._replace(loss=result.loss * (np.nan if number == 2 else 1))
-
-    with pytest.raises(DivergedError, match=r"nan in step 3, .*lower train.learning_rate \(0.25\)"):
-        _loop(subject, tmp_path, section, step=step).run(subject.start())
-    assert _steps(tmp_path) == []

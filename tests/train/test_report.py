@@ -151,6 +151,15 @@ def test_lines_of_other_versions_and_values_that_are_null_do_no_harm(run: Path) 
     assert "Samples" in _page(run).titles
 
 
+@pytest.mark.parametrize(("step", "told"), [(61, True), (40, False)])
+def test_where_a_training_broke_off_is_told_until_it_has_gone_beyond(step: int, told: bool, run: Path) -> None:
+    (run / "diverged").mkdir()
+    bad = {"step": step, "loss": "nan", "first_bad_tensor": "activation unet/conv_in"}
+    (run / "diverged" / "bad-step.json").write_text(json.dumps(bad))
+    line = f"stopped at step {step}: loss nan, first bad tensor: activation unet/conv_in"
+    assert (line in " ".join(_page(run).words)) == told
+
+
 def test_pictures_fit(tmp_path: Path) -> None:
     folder = tmp_path / "long"
     folder.mkdir()

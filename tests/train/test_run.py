@@ -66,7 +66,11 @@ def test_a_run_has_everything_in_its_folder(trained: TrainResult) -> None:
         by_time = zip(line["loss_by_time"], line["count_by_time"], strict=True)
         # The mean of the tenths is the mean of all, to the rounding of float32 sums.
         np.testing.assert_allclose(sum(mean * count for mean, count in by_time if count) / 8, line["loss"], rtol=1e-5)
+        # The devices of a CPU have no known peak, and do not say what they use.
+        assert line["tflops_per_second"] > 0 and line["mfu"] is None
+        assert line["step_memory"] > 0 and line["host_memory"] > line["step_memory"]
     np.testing.assert_allclose(trained.loss, np.mean(losses), rtol=1e-6)
+    assert "<h2>Samples</h2>" in (trained.run / "report.html").read_text(encoding="utf-8")
     assert [sorted(line) for line in lines if "held_out_loss" in line] == [
         ["held_out_loss", "step", "unconditional_loss"]
     ]

@@ -8,7 +8,7 @@ inside of scans too. That needs no hook in a model, and costs a step nothing: it
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -85,7 +85,6 @@ def first_bad_tensor(objective: Objective, state: TrainState, examples: Examples
 
 def _in_passes(objective: Objective, state: TrainState, examples: Examples, parts: int) -> BadTensor:
     """Forward and backward, one part of the batch after the other."""
-    count = jnp.maximum(jnp.sum(examples.weight), 1.0)
 
     def cut(examples: Examples, part: Array) -> Examples:
         return jax.tree.map(lambda leaf: leaf.reshape(-1, parts, *leaf.shape[1:])[:, part], examples)
@@ -99,38 +98,59 @@ def _in_passes(objective: Objective, state: TrainState, examples: Examples, part
         return losses, found
 
     master = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), state.params)
-    rest = (jax.eval_shape(cut, examples, 0), state.key, state.step, count)
-    jaxpr, shapes = jax.make_jaxpr(gradients, return_shape=True)(master, *rest)
-    form = jax.tree.structure(shapes)
-    seen: list[Seen] = []
+    rest = (jax.eval_shape(cut, examples, 0), state.key, state.step, jax.ShapeDtypeStruct((), jnp.float32))
+    look = Watched(gradients, master, *rest)
 
     @jax.jit
-    def run(state: TrainState, examples: Examples, part: Array, count: Array) -> Any:
+    def run(state: TrainState, examples: Examples, part: Array) -> Any:
+        count = jnp.maximum(jnp.sum(examples.weight), 1.0)
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), state.params)
-        leaves = jax.tree.leaves((params, cut(examples, part), state.key, state.step, count))
-        outputs, flags, order = _watch(jaxpr.jaxpr, jaxpr.consts, leaves, scope="")
-        seen[:] = [order]
-        losses, found = jax.tree.unflatten(form, outputs)
+        (losses, found), flags = look(params, cut(examples, part), state.key, state.step, count)
         everything = (flags, jnp.isfinite(losses), jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), found))
         whole = objective.text_to_image.layout.replicated
         return everything if whole is None else jax.lax.with_sharding_constraint(everything, whole)
 
     for part in range(parts):
-        flags, losses, found = jax.device_get(run(state, examples, np.int32(part), count))
+        flags, losses, found = jax.device_get(run(state, examples, np.int32(part)))
         broken = tuple(name for name, fine in _named(state.params, found) if not fine)
         rows = tuple(int(row) * parts + part for row in np.flatnonzero(~losses))
-        name = _earliest(seen[0], flags)
-        if name is not None:
-            kind = "gradient" if name.startswith("gradient") else "activation"
-            return BadTensor(name=name, kind=kind, gradients=broken, rows=rows)
-        if rows:
+        name = (look.first(flags) or "").replace(f"{type(objective.text_to_image.model).__name__}/", "")
+        backward = name.startswith("gradient")
+        if rows and (backward or not name):
             return BadTensor(name="loss of a picture", kind="activation", gradients=broken, rows=rows)
+        if name:
+            kind = "gradient" if backward else "activation"
+            return BadTensor(name=name, kind=kind, gradients=broken, rows=rows)
         if broken:
             return BadTensor(name=f"gradient of parameter {_first(broken)}", kind="gradient", gradients=broken)
     return BadTensor(name="none: run again by itself, the step is finite", kind="none")
 
 
 # --- Running a jaxpr and looking --------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A function that also says which of the values that its modules hand to one another are not finite."""
+
+    def __init__(self, fn: Callable[..., Any], *args: Any) -> None:
+        """Traces it.
+
+        Args:
+            fn: of arrays; modules are what `jax.named_scope` names, as flax does.
+            args: arrays or `jax.ShapeDtypeStruct`s.
+        """
+        self._jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        self._form = jax.tree.structure(shapes)
+        self._seen = Seen(entries=())
+
+    def __call__(self, *args: Any) -> tuple[Any, list[Bool[Array, "..."]]]:
+        """What the function returns, and a flag for each value that was looked at; inside of `jax.jit` or not."""
+        outputs, flags, self._seen = _watch(self._jaxpr.jaxpr, self._jaxpr.consts, jax.tree.leaves(args), scope="")
+        return jax.tree.unflatten(self._form, outputs), flags
+
+    def first(self, flags: Sequence[np.ndarray]) -> str | None:
+        """The name of the first value that is not finite, by the flags of a call; None if all are."""
+        return _earliest(self._seen, flags)
 
 
 def _watch(
@@ -234,7 +254,8 @@ def _handed_over(jaxpr: core.Jaxpr, scope: str) -> dict[Any, str]:
 
 
 _AROUND = re.compile(r"^(?:\w+\()*(.*?)\)*$")
-_NO_MODULE = re.compile(r"jit\(|while|body|cond|scan|checkpoint|rematted_computation|remat|closed_call|^$")
+_NO_MODULE = re.compile(r"jit\(|(while|body|cond|scan|checkpoint|rematted_computation|remat|closed_call)$|.*\.|$")
+"""Parts of a name stack that are no modules: what jax adds, and flax's `module.method`."""
 
 
 def _joined(scope: str, equation: core.JaxprEqn) -> str:

@@ -103,12 +103,13 @@ def thinned(
 
 
 def smoothed(y: Float[np.ndarray, " points"], width: int) -> Float[np.ndarray, " points"]:
-    """The mean of the finite values among the `width` around each point, fewer at the ends."""
+    """The mean of the finite values among the `width` around each point (an odd number), fewer at the ends."""
     finite = np.isfinite(y)
-    window = np.ones(min(width, len(y)))
-    counts = np.convolve(finite, window, "same")[: len(y)]
-    sums = np.convolve(np.where(finite, y, 0.0), window, "same")[: len(y)]
-    return np.divide(sums, counts, out=np.full(len(y), np.nan), where=counts > 0)
+    sums, counts = (np.append(0.0, np.cumsum(values)) for values in (np.where(finite, y, 0.0), finite))
+    at = np.arange(len(y))
+    low, high = np.maximum(at - width // 2, 0), np.minimum(at + width // 2 + 1, len(y))
+    number = counts[high] - counts[low]
+    return np.divide(sums[high] - sums[low], number, out=np.full(len(y), np.nan), where=number > 0)
 
 
 def line_chart(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -18,20 +18,17 @@ from jax.experimental import multihost_utils
 
 from maxdiffusion.config.schema import TrainSection
 from maxdiffusion.data.batches import Batch, Batches
-from maxdiffusion.errors import UsageError
 from maxdiffusion.train.checkpoint import Checkpoints
+from maxdiffusion.train.diverged import DivergedError, Rescue
 from maxdiffusion.train.feed import Feed
+from maxdiffusion.train.meter import Meter
 from maxdiffusion.train.metrics import MetricsFile
 from maxdiffusion.train.optim import learning_rate
 from maxdiffusion.train.profile import Profiler, step_name
 from maxdiffusion.train.progress import Reporter
 from maxdiffusion.train.state import TrainState
-from maxdiffusion.train.step import Examples, Step, StepResult
+from maxdiffusion.train.step import Examples, Step, StepResult, failed_before
 from maxdiffusion.train.watchdog import Watchdog
-
-
-class DivergedError(UsageError):
-    """The loss is no longer a finite number; the weights are of no use, and none were saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +66,8 @@ class Loop:
         on_evaluate: measures a state on held-out pictures; names and values for the metrics.
         on_report: writes the page about the run, at checkpoints and at the end.
         profiler: traces some steps.
+        meter: says how well the devices are used.
+        rescue: saves and explains what is left when a step is not finite.
         num_threads: threads that make batches ahead of the steps.
         watch: names who is late.
     """
@@ -84,6 +83,8 @@ class Loop:
     on_evaluate: Callable[[TrainState], dict[str, float]] | None = None
     on_report: Callable[[], None] | None = None
     profiler: Profiler = field(default_factory=lambda: Profiler(None, Path()))
+    meter: Meter | None = None
+    rescue: Rescue | None = None
     num_threads: int = 0
     watch: Watchdog = field(default_factory=lambda: Watchdog(seconds=None))
     _pending: list[StepResult] = field(default_factory=list, init=False)
@@ -102,7 +103,7 @@ class Loop:
             What came of it; the last checkpoint is whole.
 
         Raises:
-            DivergedError: a loss is not finite.
+            DivergedError: a loss or a gradient is not finite.
             CheckpointError: a checkpoint could not be written, at the step after that became known.
         """
         section, done = self.section, int(state.step)
@@ -112,11 +113,14 @@ class Loop:
             batches = self.batches.iterate(done, num_threads=self.num_threads)
             while done < section.steps and not stop.asked:
                 if self.profiler.begins(done):
-                    self._flush(done)
+                    self._flush(done, state)
                     with self._clock_stopped("starting the profiler"):
                         self.profiler.start(state)
+                examples = self._next(batches)
                 with step_name(done):
-                    state, result = self.step(state, self._next(batches))
+                    state, result = self.step(state, examples)
+                if self.meter is not None:
+                    self.meter.step(examples.images.shape[1:])
                 self._pending.append(result)
                 done += 1
                 self.watch.step(done)
@@ -124,7 +128,7 @@ class Loop:
                 self.checkpoints.check()
                 self._between(done, state, stop)
             if stop.asked and done < section.steps:
-                self._flush(done)
+                self._flush(done, state)
                 saved = self.checkpoints.save(state)
                 self.checkpoints.wait()
                 self.reporter.say(f"interrupted: saved step {saved}; go on with resume=true")
@@ -157,24 +161,24 @@ class Loop:
             return bool(every) and (last or done % every == 0)
 
         if done == self._first + 1 or last or done % section.log_every == 0 or stop.asked:
-            self._flush(done)
+            self._flush(done, state)
         if self.profiler.ends(done):
-            self._flush(done)
+            self._flush(done, state)
             with self._clock_stopped("writing a trace"):
                 self.profiler.stop(state)
             self.reporter.say(self.profiler.told())
         if stop.asked and not last:
             return
         if due(section.eval_every) and self.on_evaluate is not None:
-            self._flush(done)
+            self._flush(done, state)
             with self._clock_stopped("measuring held-out pictures"):
                 self.metrics.write(done, self.on_evaluate(state))
         if due(section.sample_every) and self.on_sample is not None:
-            self._flush(done)
+            self._flush(done, state)
             with self._clock_stopped("drawing samples"):
                 self.on_sample(state)
         if last or due(section.checkpoint_every):
-            self._flush(done)
+            self._flush(done, state)
             self.metrics.flush()
             with self._clock_stopped("saving a checkpoint"):
                 self.checkpoints.save(state)
@@ -182,8 +186,12 @@ class Loop:
             with self._clock_stopped("writing the report"):
                 self.on_report()
 
-    def _flush(self, done: int) -> None:
+    def _flush(self, done: int, state: TrainState) -> None:
         """Fetches the losses since the last call, checks that they are finite, and writes a line.
+
+        Args:
+            done: steps handed out.
+            state: that the last of them returned.
 
         Raises:
             DivergedError: one is not.
@@ -194,42 +202,57 @@ class Loop:
             [(result.loss, result.grad_norm, result.bin_sums, result.bin_counts) for result in self._pending]
         )
         losses, norms, sums, counts = (np.asarray(column, np.float64) for column in zip(*fetched, strict=True))
-        sums, counts = sums.sum(axis=0), counts.sum(axis=0)
         number, self._pending = len(self._pending), []
         self.watch.settled(done)
         now = time.perf_counter()
         elapsed, self._since = now - self._since, now
         self._seconds += elapsed
         waited, self._waited = self._waited, 0.0
-        rate = float(learning_rate(self.section)(done - 1))
-        speed = number * self.batches.batch_size / elapsed
-        loss = float(losses.mean())
-        self.metrics.write(
-            done,
-            {
-                "loss": loss,
-                "grad_norm": float(norms.mean()),
-                "loss_by_time": [
-                    float(total / count) if count else math.nan for total, count in zip(sums, counts, strict=True)
-                ],
-                "count_by_time": counts.tolist(),
-                "learning_rate": rate,
-                "images_per_second": speed,
-                "seconds": self._seconds,
-                "input_wait": waited / elapsed,
-            },
-        )
-        broken = np.flatnonzero(~np.isfinite(losses))
-        if broken.size:
-            raise DivergedError(
-                f"the loss became {losses[broken[0]]} in step {done - number + 1 + int(broken[0])}, and nothing after "
-                f"it is of use: lower train.learning_rate ({self.section.learning_rate:g}), lengthen "
-                f"train.warmup_steps ({self.section.warmup_steps}) or set train.grad_clip ({self.section.grad_clip})"
+        broken = np.flatnonzero(~(np.isfinite(losses) & np.isfinite(norms)))
+        fine = int(broken[0]) if broken.size else number
+        loss = speed = math.nan
+        if fine:
+            loss, speed = float(losses[:fine].mean()), number * self.batches.batch_size / elapsed
+            sums, counts = sums[:fine].sum(axis=0), counts[:fine].sum(axis=0)
+            self.metrics.write(
+                done - number + fine,
+                {
+                    "loss": loss,
+                    "grad_norm": float(norms[:fine].mean()),
+                    "loss_by_time": [
+                        float(total / count) if count else math.nan for total, count in zip(sums, counts, strict=True)
+                    ],
+                    "count_by_time": counts.tolist(),
+                    "learning_rate": float(learning_rate(self.section)(done - number + fine - 1)),
+                    "images_per_second": speed,
+                    "seconds": self._seconds,
+                    "input_wait": waited / elapsed,
+                    **({} if self.meter is None else self.meter.line(elapsed)),
+                },
             )
-        self._recent = [*self._recent, (number, loss)][-50:]
+            self._recent = [*self._recent, (fine, loss)][-50:]
+        if broken.size:
+            self._diverged(done - number + fine, state, loss=float(losses[fine]), norm=float(norms[fine]))
         whole = (done - self._first) / self._seconds
         left = (self.section.steps - done) / whole
         self.reporter.step(done, loss=loss, images_per_second=speed, seconds_left=left)
+
+    def _diverged(self, fine: int, state: TrainState, *, loss: float, norm: float) -> NoReturn:
+        """Stops the training after `fine` steps that were finite.
+
+        Raises:
+            DivergedError: always.
+        """
+        before = failed_before(state)
+        told = DivergedError(f"step {fine + 1} has the loss {loss} and a gradient of norm {norm}")
+        if before is not None and self.rescue is not None:
+            with self._clock_stopped("finding the first tensor that is not finite"):
+                batch = self.batches[fine]
+                told = self.rescue(before, self.feed(batch), batch, loss=loss, norm=norm)
+        self.metrics.flush()
+        if self.on_report is not None:
+            self.on_report()
+        raise told
 
     def _recent_loss(self) -> float:
         total = count = 0.0

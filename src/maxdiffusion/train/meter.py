@@ -141,6 +141,7 @@ def make_meter(
             log,
             f"MFU is not told, because the peak of '{kind}' is not known: give the TFLOP/s of one device with "
             "track.peak_tflops=NUMBER (tflops_per_second is told)",
+            logging.INFO,
         )
     return Meter(
         flops={one.images.shape[1:]: step_flops(objective, shapes, one) for one in batches},

@@ -23,7 +23,7 @@ from maxdiffusion.config.load import RUN_RECIPE, load_run
 from maxdiffusion.errors import UsageError
 from maxdiffusion.paths import as_path, write_whole
 from maxdiffusion.pipelines.checkpoint_folder import checkpoint_folder, checkpoint_steps, read_manifest
-from maxdiffusion.pipelines.run_files import EVALUATION, METRICS, REPORT, SAMPLES
+from maxdiffusion.pipelines.run_files import BAD_STEP, DIVERGED, EVALUATION, METRICS, REPORT, SAMPLES
 from maxdiffusion.train import charts
 from maxdiffusion.train.charts import Line, line_chart, number, ramp, smoothed
 
@@ -84,7 +84,7 @@ class RunRecord:
         manifest: of the newest checkpoint.
         evaluation: figures.
         evaluation_picture: targets and what was made for them.
-        flaws: what could not be read, in words.
+        flaws: what could not be read, and where the training broke off, in words.
     """
 
     name: str
@@ -171,6 +171,11 @@ def read_run(folder: Path) -> RunRecord:
     record.manifest = _newest_manifest(folder, record)
     if (folder / f"{EVALUATION}.json").exists():
         record.evaluation = _json(_text(folder / f"{EVALUATION}.json", record))
+    bad = _json(_text(folder / DIVERGED / BAD_STEP, record))
+    if bad and bad.get("step", 0) > max((line["step"] for line in record.lines), default=0):
+        record.flaws.append(
+            f"stopped at step {bad['step']}: loss {bad.get('loss')}, first bad tensor: {bad.get('first_bad_tensor')}"
+        )
     picture = folder / f"{EVALUATION}.png"
     record.evaluation_picture = picture if picture.exists() else None
     return record

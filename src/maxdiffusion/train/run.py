@@ -27,6 +27,7 @@ from maxdiffusion.pipelines.run_folder import TOKENIZER
 from maxdiffusion.pipelines.text_to_image import TextToImage, sampler, text_to_image_of
 from maxdiffusion.train.agreement import agree, setup_facts, weight_facts
 from maxdiffusion.train.checkpoint import Checkpoints, check_data, open_run, write_run
+from maxdiffusion.train.diverged import Rescue
 from maxdiffusion.train.evaluate import HeldOutLoss
 from maxdiffusion.train.feed import (
     captions_of,
@@ -38,6 +39,7 @@ from maxdiffusion.train.feed import (
 )
 from maxdiffusion.train.loop import Loop
 from maxdiffusion.train.manifest import RunFacts
+from maxdiffusion.train.meter import make_meter
 from maxdiffusion.train.metrics import MetricsFile
 from maxdiffusion.train.optim import optimizer
 from maxdiffusion.train.profile import PROFILE, Profiler, check_span, past
@@ -91,7 +93,7 @@ def train(recipe: Recipe | str, *, resume: bool | None = None, host_timeout: flo
 
     Raises:
         UsageError: something in the recipe cannot work, or the folder holds another run.
-        DivergedError: the loss is no longer finite.
+        DivergedError: a loss or a gradient is no longer finite.
         DisagreementError: hosts would train different things.
         HostGoneError: another host is gone.
     """
@@ -201,6 +203,14 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
         on_evaluate=None if held_out_loss is None else measure,
         on_report=functools.partial(_report, folder, reporter),
         profiler=Profiler(recipe.profile.span, folder / PROFILE),
+        meter=make_meter(
+            objective,
+            shapes,
+            [feed.shapes(section.batch_size, shape) for shape in images],
+            list(compiled.programs.values()),
+            peak=recipe.track.peak_tflops,
+        ),
+        rescue=Rescue(folder=folder, objective=objective, section=section, facts=facts),
         num_threads=reading_threads(recipe.data),
         watch=watch,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from maxdiffusion.config.schema import DataSection
@@ -62,10 +64,25 @@ def told(source: Source, batch_size: int) -> list[str]:
     return lines
 
 
+@dataclass(frozen=True, kw_only=True)
+class SizedStep:
+    """A step that runs the program of its batch's size.
+
+    Attributes:
+        programs: compiled, by height, width and channels.
+    """
+
+    programs: Mapping[tuple[int, ...], Any]
+
+    def __call__(self, state: TrainState, examples: Examples) -> tuple[TrainState, StepResult]:
+        """One step; the state is donated."""
+        return self.programs[examples.images.shape[1:]](state, examples)
+
+
 def compile_sizes(
     step: Step, shapes: TrainState, feed: Feed, *, batch_size: int, images: list[tuple[int, int, int]]
-) -> Step:
-    """Compiles a jitted step for each size; what comes back runs the program of a batch's size.
+) -> SizedStep:
+    """Compiles a jitted step for each size.
 
     Args:
         step: the jitted step.
@@ -74,12 +91,9 @@ def compile_sizes(
         batch_size: over all devices.
         images: height, width and channels of each size.
     """
-    programs: dict[tuple[int, ...], Any] = {
-        shape: step.lower(shapes, feed.shapes(batch_size, shape)).compile()  # type: ignore[attr-defined]
-        for shape in images
-    }
-
-    def run(state: TrainState, examples: Examples) -> tuple[TrainState, StepResult]:
-        return programs[examples.images.shape[1:]](state, examples)
-
-    return run
+    return SizedStep(
+        programs={
+            shape: step.lower(shapes, feed.shapes(batch_size, shape)).compile()  # type: ignore[attr-defined]
+            for shape in images
+        }
+    )

@@ -171,6 +171,10 @@ def train_step(
 ) -> Step:
     """The jitted step `(state, examples) -> (state, result)`; it donates the state.
 
+    A step whose loss or gradients are not finite leaves the state as it is, but for its number, which becomes `~step`;
+    so do all steps after it (`failed_before` says how to read that). So the state before it outlives the steps that
+    are handed out before the host looks at the losses, and nothing of it is kept twice.
+
     Args:
         objective: what is minimised.
         optimizer: the rule of a step.
@@ -234,10 +238,17 @@ def train_step(
         params = optax.apply_updates(master, updates)
         params = stored(params, state.params, rounding or "stochastic", key=state.key, step=state.step)
         average = None if state.ema is None else ema.update(state.ema, params, ema.decay_at(state.step, ema_decay))
-        new = state.replace(step=state.step + 1, params=params, opt_state=opt_state, ema=average)  # type: ignore[attr-defined]
-        return new, StepResult(
-            loss=loss, grad_norm=optax.tree.norm(gradients), losses=losses, bin_sums=sums, bin_counts=counts
+        norm = optax.tree.norm(gradients)
+        # The norm is finite only where every gradient is.
+        fine = (state.step >= 0) & jnp.isfinite(loss) & jnp.isfinite(norm)
+        params, opt_state, average = jax.tree.map(
+            lambda new, old: jnp.where(fine, new, old),
+            (params, opt_state, average),
+            (state.params, state.opt_state, state.ema),
         )
+        number = jnp.where(fine, state.step + 1, jnp.where(state.step < 0, state.step, ~state.step))
+        new = state.replace(step=number, params=params, opt_state=opt_state, ema=average)  # type: ignore[attr-defined]
+        return new, StepResult(loss=loss, grad_norm=norm, losses=losses, bin_sums=sums, bin_counts=counts)
 
     said = StepResult(loss=whole, grad_norm=whole, losses=rows, bin_sums=whole, bin_counts=whole)
     return jax.jit(
@@ -246,6 +257,15 @@ def train_step(
         out_shardings=(state_shardings, said),
         donate_argnums=0,
     )
+
+
+def failed_before(state: TrainState) -> TrainState | None:
+    """The state before a step that was not finite, from what it or a later one returned; None if all were fine."""
+    step = int(state.step)
+    if step >= 0:
+        return None
+    number = jax.jit(lambda step: ~step, out_shardings=state.step.sharding)(state.step)  # type: ignore[attr-defined]
+    return state.replace(step=number)  # type: ignore[attr-defined]
 
 
 def _check_parts(parts: int, *, batch: int, ways: int) -> None:
