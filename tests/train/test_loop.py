@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import Mesh
 
 from maxdiffusion.config.schema import TrainSection
+from maxdiffusion.pipelines.checkpoint_folder import checkpoint_steps
 from maxdiffusion.train.checkpoint import Checkpoints
 from maxdiffusion.train.loop import Loop
 from maxdiffusion.train.metrics import MetricsFile
@@ -62,7 +63,7 @@ def test_what_is_due_happens_at_its_step_and_at_the_last(subject: Subject, tmp_p
         section,
         on_sample=lambda state: sampled.append(int(state.step)),
         on_evaluate=measure,
-        on_report=lambda: reported.append(_steps(tmp_path)),
+        on_report=lambda: reported.append(checkpoint_steps(tmp_path)),
     ).run(subject.start())
     # At a checkpoint, and at the end, when the last one is whole.
     assert len(reported) == 2 and reported[-1] == [4, 5]

@@ -300,11 +300,13 @@ def _unknown(key: str, entry: Entry, valid: Sequence[str]) -> str:
     def likeness(option: str) -> float:
         """Ratio of the last names where the section is the same or left out; elsewhere more must agree."""
         place, _, name = option.rpartition(".")
-        names = difflib.SequenceMatcher(None, tail, name).ratio() + 0.2 * (len(tail) > 2 and name.startswith(tail))
+        near = head in ("", place)
+        begins = near and len(tail) > 2 and name.startswith(tail)
+        names = difflib.SequenceMatcher(None, tail, name).ratio() + 0.2 * begins
         if tail == "".join(word[0] for word in name.split("_")):
             names = 0.9  # lr, bs, wd
         whole = difflib.SequenceMatcher(None, key, option).ratio()
-        return max(whole - 0.2, names if head in ("", place) else names - 0.25)
+        return max(whole - 0.2, names if near else names - 0.25)
 
     best = max(valid, key=likeness)
     if likeness(best) >= 0.6:

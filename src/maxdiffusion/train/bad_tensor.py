@@ -154,7 +154,7 @@ class Watched:
 
 
 def _watch(
-    jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], scope: str
+    jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], scope: str, backward: bool = False
 ) -> tuple[list[Any], list[Bool[Array, "..."]], Seen]:
     """Runs a jaxpr.
 
@@ -163,24 +163,25 @@ def _watch(
         consts: its constants.
         args: its arguments.
         scope: names of the modules around it.
+        backward: whether it is a part of the backward pass.
 
     Returns:
         Its outputs, a flag for each value that was looked at (True: NaN or +Inf; masks are -Inf), and their order.
     """
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    handed = _handed_over(jaxpr, scope)
+    handed = _handed_over(jaxpr, scope, backward)
     flags: list[Any] = []
     entries: list[tuple[str, int] | Seen] = []
     for equation in jaxpr.eqns:
         read = [one.val if isinstance(one, core.Literal) else values[one] for one in equation.invars]
-        place = _joined(scope, equation)
+        place, back = _joined(scope, equation), backward or _is_backward(equation)
         inner = _inside(equation)
         if equation.primitive is primitives.scan_p:
-            outputs, more, turns = _watch_scan(equation.params, read, place)
+            outputs, more, turns = _watch_scan(equation.params, read, place, back)
             entries.append(_shifted(turns, len(flags)))
             flags += more
         elif inner is not None:
-            outputs, more, order = _watch(inner[0], inner[1], read, place)
+            outputs, more, order = _watch(inner[0], inner[1], read, place, back)
             entries += _shifted(order, len(flags)).entries
             flags += more
         else:
@@ -196,14 +197,14 @@ def _watch(
     return results, flags, Seen(entries=tuple(entries))
 
 
-def _watch_scan(params: Any, read: Sequence[Any], scope: str) -> tuple[list[Any], list[Any], Seen]:
+def _watch_scan(params: Any, read: Sequence[Any], scope: str, backward: bool) -> tuple[list[Any], list[Any], Seen]:
     """Runs a scan; the flags of its turns are stacked."""
     num_consts, num_carry, body = params["num_consts"], params["num_carry"], params["jaxpr"]
     fixed, carry, inputs = read[:num_consts], read[num_consts : num_consts + num_carry], read[num_consts + num_carry :]
     seen: list[Seen] = []
 
     def turn(carry: Sequence[Any], each: Sequence[Any]) -> tuple[list[Any], Any]:
-        outputs, flags, order = _watch(body.jaxpr, body.consts, [*fixed, *carry, *each], scope)
+        outputs, flags, order = _watch(body.jaxpr, body.consts, [*fixed, *carry, *each], scope, backward)
         seen[:] = [order]
         return outputs[:num_carry], (outputs[num_carry:], flags)
 
@@ -227,10 +228,14 @@ def _inside(equation: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[Any]] | None:
     return (inner.jaxpr, inner.consts) if isinstance(inner, core.ClosedJaxpr) else (inner, ())
 
 
-def _handed_over(jaxpr: core.Jaxpr, scope: str) -> dict[Any, str]:
+def _is_backward(equation: core.JaxprEqn) -> bool:
+    return "transpose(" in str(equation.source_info.name_stack)
+
+
+def _handed_over(jaxpr: core.Jaxpr, scope: str, backward: bool) -> dict[Any, str]:
     """Names of the values that one module makes and another reads, of floating dtypes."""
     made = {
-        variable: (_joined(scope, equation), "transpose(" in str(equation.source_info.name_stack))
+        variable: (_joined(scope, equation), backward or _is_backward(equation))
         for equation in jaxpr.eqns
         for variable in equation.outvars
         if jnp.issubdtype(getattr(variable.aval, "dtype", np.int32), jnp.floating)
@@ -241,15 +246,15 @@ def _handed_over(jaxpr: core.Jaxpr, scope: str) -> dict[Any, str]:
         for variable in equation.invars:
             if isinstance(variable, core.Literal) or variable not in made or variable in named:
                 continue
-            maker, backward = made[variable]
+            maker, back = made[variable]
             if maker and not f"{reader}/".startswith(f"{maker}/"):
-                named[variable] = f"gradient that leaves {maker}" if backward else f"activation {maker}"
+                named[variable] = f"gradient that leaves {maker}" if back else f"activation {maker}"
             elif not maker and reader:
-                named[variable] = f"gradient that reaches {reader}" if backward else f"input of {reader}"
+                named[variable] = f"gradient that reaches {reader}" if back else f"input of {reader}"
     for variable in jaxpr.outvars:
-        maker, backward = made.get(variable, ("", False)) if not isinstance(variable, core.Literal) else ("", False)
+        maker, back = made.get(variable, ("", False)) if not isinstance(variable, core.Literal) else ("", False)
         if maker and variable not in named:
-            named[variable] = f"gradient that leaves {maker}" if backward else f"activation {maker}"
+            named[variable] = f"gradient that leaves {maker}" if back else f"activation {maker}"
     return named
 
 
@@ -260,12 +265,14 @@ _NO_MODULE = re.compile(r"jit\(|(while|body|cond|scan|checkpoint|rematted_comput
 
 def _joined(scope: str, equation: core.JaxprEqn) -> str:
     """The modules that an equation stands in, as a path."""
-    parts = [] if not scope else [scope]
+    parts = []
     for part in str(equation.source_info.name_stack).split("/"):
         bare = _AROUND.sub(r"\1", part)
         if bare and not _NO_MODULE.match(part) and not _NO_MODULE.match(bare):
             parts.append(bare)
-    return "/".join(parts)
+    outer = scope.split("/") if scope else []
+    # What recomputes names its modules from the root on, what calls or scans does from where it stands.
+    return "/".join(parts if outer and parts[:1] == outer[:1] else [*outer, *parts])
 
 
 def _shifted(seen: Seen, by: int) -> Seen:

@@ -114,7 +114,8 @@ class Rescue:
 
     def _write(self, content: dict[str, Any]) -> None:
         if jax.process_index() == 0:
-            write_whole(self.folder / DIVERGED / BAD_STEP, json.dumps(content, indent=1, allow_nan=False) + "\n")
+            lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
+            write_whole(self.folder / DIVERGED / BAD_STEP, f"{{\n{lines}\n}}\n")
 
     def _cure(self, found: BadTensor, step: int) -> str:
         section = self.section

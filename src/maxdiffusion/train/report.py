@@ -241,7 +241,7 @@ def _tiles(record: RunRecord) -> str:
     for name, title in _MEMORY.items():
         _, values = record.series(name)
         if np.isfinite(values).any():
-            tiles.append(("memory", f"{np.nanmax(values) / 2**30:.3g} GiB", title))
+            tiles.append(("memory", _size(float(np.nanmax(values))), title))
             break
     if record.seconds:
         again = len(record.resumed)
@@ -303,7 +303,13 @@ def _noise_chart(record: RunRecord) -> tuple[str, str, str]:
     width = max(len(x) // 40, 1)
     edges = np.linspace(0, 1, bins + 1)
     lines = [
-        Line(name=f"{low:.1f} to {high:.1f}", x=x, y=smoothed(column, width), color=color)
+        # A line without a picture of this level is no gap.
+        Line(
+            name=f"{low:.1f} to {high:.1f}",
+            x=x[np.isfinite(column)],
+            y=smoothed(column[np.isfinite(column)], width),
+            color=color,
+        )
         for column, color, low, high in zip(means.T, ramp(bins), edges, edges[1:], strict=False)
     ]
     return title, note, line_chart(lines, label="loss", log=_wide(means), marks=record.resumed)
@@ -476,6 +482,11 @@ def _wide(values: np.ndarray) -> bool:
     return bool(
         positive.size and positive.size >= 0.9 * np.isfinite(values).sum() and positive.max() > 5 * positive.min()
     )
+
+
+def _size(size: float) -> str:
+    scale, unit = (2**30, "GiB") if size >= 2**30 else (2**20, "MiB")
+    return f"{size / scale:.3g} {unit}"
 
 
 def _clock(seconds: float) -> str:

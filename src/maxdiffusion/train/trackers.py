@@ -108,7 +108,10 @@ class TensorBoard:
             resume_step: TensorBoard hides what earlier parts wrote about later steps.
         """
         purge = resume_step + 1 if resume_step else None
-        self._writer: Any = import_module("tensorboardX").SummaryWriter(str(folder), purge_step=purge)
+        # Without a name of its own, a part that begins in the same second as another would write over it.
+        self._writer: Any = import_module("tensorboardX").SummaryWriter(
+            str(folder), purge_step=purge, filename_suffix=f".{resume_step}"
+        )
 
     def write(self, step: int, values: Values) -> None:
         """One scalar a number; losses by time have a tag for each tenth."""
