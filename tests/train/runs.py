@@ -38,16 +38,6 @@ WORDS = (
 )
 
 
-def bucket_words(data: Path) -> list[str]:
-    """The words of the tiny run on a folder of pictures in two sizes; nothing is drawn or measured on the way."""
-    left_out = ("data.", "train.sample_every", "train.eval_every")
-    return [word for word in WORDS if not word.startswith(left_out)] + [
-        f"data={{source: folder, path: {data}, size: 8, concepts: null, buckets: [8x8, 4x12]}}",
-        "train.sample_every=0",
-        "train.eval_every=0",
-    ]
-
-
 def write_pictures(root: Path) -> Path:
     """A folder of the tiny set's pictures, every third of them drawn out to three times its width."""
     root.mkdir(parents=True, exist_ok=True)

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maxdiffusion.config.load import load_recipe
 from maxdiffusion.errors import HOST_GONE
-from maxdiffusion.pipelines.checkpoint_folder import checkpoint_folder, checkpoint_steps, read_manifest
+from maxdiffusion.pipelines.checkpoint_folder import checkpoint_steps
 from maxdiffusion.train.run import TrainResult, train
 from tests.hosts import hosts
-from tests.train.runs import WORDS, bucket_words, read_lines, run_recipe, write_pictures
+from tests.train.runs import WORDS, read_lines, run_recipe
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(900)]
 
@@ -155,21 +154,6 @@ def test_hosts_that_share_every_row_read_the_same_pictures(trained: TrainResult,
         for host in running.wait():
             assert host.status == 0, host.said
     np.testing.assert_allclose(list(_losses(tmp_path / "run").values()), list(_losses(trained.run).values()), rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_hosts_agree_on_the_size_of_every_step(tmp_path: Path) -> None:
-    """Pictures of two sizes: nothing is exchanged about them, and each host reads its own rows."""
-    words = bucket_words(write_pictures(tmp_path / "pictures"))
-    alone = train(load_recipe("pictures-demo", [*words, f"run={tmp_path / 'alone'}"]).recipe)
-    ours = [word for word in words if not word.startswith("virtual_devices")]
-    with hosts(tmp_path / "logs", "train", "pictures-demo", *ours, f"run={tmp_path / 'run'}") as running:
-        for host in running.wait():
-            assert host.status == 0, host.said
-        assert "buckets: 2 training programs" in running.said(0)
-    np.testing.assert_allclose(list(_losses(tmp_path / "run").values()), list(_losses(alone.run).values()), rtol=1e-5)
-    data, wanted = ((read_manifest(checkpoint_folder(run, 6)) or {})["data"] for run in (tmp_path / "run", alone.run))
-    assert data == wanted and len(data["buckets"]) == 2
 
 
 def _wait_for_checkpoint(run: Path, seconds: float = 400.0) -> None:
