@@ -33,13 +33,17 @@ def test_the_exit_status_says_whether_all_hold(
 ) -> None:
     errors = {"forward": error, "first_loss": 0.0, "gradients": 0.0, "worst_gradient": 0.0, "loss": 0.0}
 
-    def result(model: str, **_: Any) -> VerifyResult:
+    def result(model: str, *, on_start: Any, on_cell: Any, **_: Any) -> VerifyResult:
         cell: Cell = tool._cell(Setting(), errors, 1.0)
+        on_start(2)
+        on_cell(cell)
         return VerifyResult(model=model, mesh="data=8", cells=(cell,))
 
     monkeypatch.setattr(tool, "verify", result)
     assert main(["verify", "--model", "sd15", "--mesh", "data=8", "--json"]) == status
-    found = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    assert "sd15 on data=8, 2 settings" in err and "1 of 2: attention dot_product, context auto" in err
+    found = json.loads(out)
     assert (found["model"], found["ok"], found["cells"][0]["error"]) == ("sd15", status == 0, error)
     assert {"attention", "dtype", "remat", "scan", "limit", "ok", "quantity"} <= set(found["cells"][0])
     assert main(["verify", "--model", "sd15", "--mesh", "data=8"]) == status

@@ -11,6 +11,9 @@ from maxdiffusion.cli.options import Json, Rules, VirtualDevices, check_name
 if TYPE_CHECKING:
     from maxdiffusion.tools.verify import Cell
 
+COLUMNS = ("attention", "context", "pipeline", "dtype", "remat", "scan", "text", "furthest", "error", "limit", "ok")
+"""Of the table: a setting, then what came of it."""
+
 
 def verify(
     model: Annotated[str, typer.Option("--model", metavar="NAME", help="Name of the model, such as flux-dev.")],
@@ -42,35 +45,44 @@ def verify(
     from maxdiffusion.tools.verify import as_row
     from maxdiffusion.tools.verify import verify as run
 
+    progress = _Progress(model, mesh)
     with output.reserved(), devices.mesh_cure(spec):
-        result = run(model, mesh=spec, rules=rules, every=every, on_cell=_say)
+        result = run(model, mesh=spec, rules=rules, every=every, on_start=progress.start, on_cell=progress.cell)
     if as_json:
         cells = [as_row(cell) for cell in result.cells]
         output.show_json({"model": result.model, "mesh": result.mesh, "ok": result.ok, "cells": cells})
     else:
-        columns = [
-            "attention",
-            "context",
-            "pipeline",
-            "dtype",
-            "remat",
-            "scan",
-            "text",
-            "furthest",
-            "error",
-            "limit",
-            "ok",
-        ]
-        output.show_table(columns, map(_cells, result.cells))
+        output.show_table(COLUMNS, map(_cells, result.cells))
     if not result.ok:
         typer.echo("check failed: these settings do not give the numbers of one device", err=True)
         raise typer.Exit(1)
 
 
-def _say(cell: Cell) -> None:
-    """A line while the others run."""
-    setting = ", ".join(map(str, _cells(cell)[:7]))
-    typer.echo(f"{setting}: {cell.quantity} {cell.error:.1e} of {cell.limit:.0e} ({cell.seconds:.0f} s)", err=True)
+class _Progress:
+    """Says how far it is, on standard error."""
+
+    def __init__(self, model: str, mesh: str) -> None:
+        self._what = f"{model} on {mesh}"
+        self._total = self._done = 0
+
+    def start(self, total: int) -> None:
+        """Before the first setting."""
+        self._total = total
+        typer.echo(
+            f"verify: the twin of {self._what}, {total} settings; each compiles for one device or more, which takes "
+            "half a minute on two idle cores",
+            err=True,
+        )
+
+    def cell(self, cell: Cell) -> None:
+        """After each."""
+        self._done += 1
+        named = ", ".join(f"{name} {value}" for name, value in list(zip(COLUMNS, _cells(cell), strict=True))[:7])
+        typer.echo(
+            f"{self._done} of {self._total}: {named}: {cell.quantity} {cell.error:.1e} of {cell.limit:.0e} "
+            f"({cell.seconds:.0f} s)",
+            err=True,
+        )
 
 
 def _cells(cell: Cell) -> tuple[str, ...]:

@@ -133,6 +133,7 @@ def verify(
     rules: LogicalAxisRules | str | None = None,
     every: bool = False,
     only: Sequence[Setting] | None = None,
+    on_start: Callable[[int], None] = lambda number: None,
     on_cell: Callable[[Cell], None] = lambda cell: None,
 ) -> VerifyResult:
     """Compares the tiny twin of a model on a mesh with one device: forward, gradients, and ten steps of training.
@@ -143,6 +144,7 @@ def verify(
         rules: rules that come before the defaults, the name of a preset, or None.
         every: every combination of settings; False takes a set in which each pair of values occurs.
         only: these settings and no others.
+        on_start: called once, with the number of settings.
         on_cell: called after each cell.
 
     Raises:
@@ -167,7 +169,9 @@ def verify(
         return _run(build(dtype=dtype), weights, *example(masked))
 
     cells = []
-    for setting in settings(probe, every=every) if only is None else only:
+    chosen = settings(probe, every=every) if only is None else list(only)
+    on_start(len(chosen))
+    for setting in chosen:
         began = time.perf_counter()
         tried = build(
             mesh=devices,
