@@ -18,6 +18,8 @@ from maxdiffusion.tools.explain import AttentionRow, ConvolutionRow
     [
         (["--model", "sdl", "--mesh", "fsdp=8"], "error: --model sdl is unknown: did you mean 'sdxl'?"),
         (["--model", "sdxl", "--mesh", "fsp=8"], "error: mesh axis 'fsp' is unknown: did you mean 'fsdp'?"),
+        (["--model", "sdxl", "--mesh", "fsdp=-1"], "error: mesh axis fsdp=-1 takes the devices that are left, and"),
+        (["--model", "sdxl", "--mesh", "data=-1,tensor=2"], "error: mesh axis data=-1 takes the devices that are"),
         (["--model", "sdxl", "--mesh", "8"], "error: mesh '8' is not AXIS=SIZE"),
         (["--model", "sdxl", "--mesh", "fsdp=8", "--rules", "fdsp"], "error: --rules fdsp is unknown: did you mean"),
         (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from maxdiffusion.errors import RuleError, UsageError
+from maxdiffusion.errors import MeshError, RuleError, UsageError
 from maxdiffusion.models.registry import lookup
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.mesh import abstract_mesh
@@ -51,6 +51,8 @@ def test_wrong_names_and_strict():
         explain("sdlx", mesh=MeshSpec.parse("fsdp=8"))
     with pytest.raises(RuleError, match="conv_in"):
         explain("sd15", mesh=MeshSpec.parse("fsdp=8"), strict=True)
+    with pytest.raises(MeshError, match="fsdp=-1 takes the devices that are left, and explain has none"):
+        explain("sd15", mesh=MeshSpec(fsdp=-1))
 
 
 def test_every_attention_says_kernel_exchange_and_why():

@@ -45,7 +45,7 @@ def explain(  # noqa: PLR0913  (an argument is an option of the command line)
     from typing import get_args
 
     from maxdiffusion.cli import output
-    from maxdiffusion.config.schema import ModelName, RulePreset
+    from maxdiffusion.config.schema import ModelName, RulePreset, mesh_sizes
     from maxdiffusion.specs import AttentionSpec, MeshSpec
 
     check_name("--model", model, get_args(ModelName))
@@ -54,9 +54,11 @@ def explain(  # noqa: PLR0913  (an argument is an option of the command line)
     spec = MeshSpec.parse(mesh)
     asked = AttentionSpec(kernel=kernel, context=context)  # pyright: ignore[reportArgumentType]  it checks the names
     from maxdiffusion.nn.model import float_dtype
+    from maxdiffusion.tools.explain import check_counted, explain_attention, explain_convolutions
     from maxdiffusion.tools.explain import explain as run
-    from maxdiffusion.tools.explain import explain_attention, explain_convolutions
 
+    for axis, size in mesh_sizes(mesh).items():
+        check_counted(axis, size)
     with output.reserved():
         report = run(model, mesh=spec, rules=rules, strict=strict)
         attention = explain_attention(

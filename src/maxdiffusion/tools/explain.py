@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from maxdiffusion.common_types import BlockSizes, LogicalAxisRules
+from maxdiffusion.errors import MeshError
 from maxdiffusion.kernels.attention.select import choose
 from maxdiffusion.kernels.halo import plan_bands
 from maxdiffusion.models.registry import lookup
@@ -32,7 +33,7 @@ def explain(
 
     Args:
         model: registry name, such as `sdxl`.
-        mesh: sizes of the mesh axes (an axis of -1 counts as 1), or a mesh.
+        mesh: sizes of the mesh axes (the data axis counts as 1 where it has none), or a mesh.
         rules: rules that come before the defaults, the name of a preset, or None.
         strict: refuse a layout that is not as the rules wish.
 
@@ -85,7 +86,7 @@ def explain_attention(
 
     Args:
         model: registry name, such as `sdxl`.
-        mesh: sizes of the mesh axes (an axis of -1 counts as 1), or a mesh.
+        mesh: sizes of the mesh axes (the data axis counts as 1 where it has none), or a mesh.
         rules: rules that come before the defaults, the name of a preset, or None.
         attention: what the user would ask for; None is what a model does when nothing is said.
         platform: `cpu`, `gpu` or `tpu` that a mesh of sizes would be on; None is that of this process.
@@ -157,7 +158,7 @@ def explain_convolutions(
 
     Args:
         model: registry name, such as `sdxl`.
-        mesh: sizes of the mesh axes (an axis of -1 counts as 1), or a mesh.
+        mesh: sizes of the mesh axes (the data axis counts as 1 where it has none), or a mesh.
         rules: rules that come before the defaults, the name of a preset, or None.
 
     Returns:
@@ -194,8 +195,26 @@ def explain_convolutions(
     return tuple(rows)
 
 
+def check_counted(axis: str, size: int) -> None:
+    """Refuses a mesh axis that takes the devices that are left: here are none to count.
+
+    Raises:
+        MeshError: the size is -1.
+    """
+    if size == -1:
+        raise MeshError(
+            f"mesh axis {axis}=-1 takes the devices that are left, and explain has none: write their number, "
+            f"for example {axis}=8"
+        )
+
+
 def _layout(
     mesh: MeshSpec | Mesh, rules: LogicalAxisRules | str | None, *, strict: bool, platform: str | None = None
 ) -> Layout:
+    if isinstance(mesh, MeshSpec):
+        rest = "data" if "data" in mesh.axes else mesh.axes[0]
+        for axis, size in zip(mesh.axes, mesh.ici, strict=True):
+            if axis != rest:  # a spec gives that axis -1 where nothing was said
+                check_counted(axis, size)
     known = abstract_mesh(mesh, platform=platform) if isinstance(mesh, MeshSpec) else mesh
     return Layout.of(known, rules, strict=strict)
