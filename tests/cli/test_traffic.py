@@ -18,7 +18,6 @@ from maxdiffusion.tools.measure import Measured, Row
         (["--model", "flux-dew"], "error: --model flux-dew is unknown: did you mean 'flux-dev'?"),
         (["--model", "sd15", "--mesh", "fsp=8"], "error: mesh axis 'fsp' is unknown: did you mean 'fsdp'?"),
         (["--model", "sd15", "--mesh", "fsdp=16"], "error: mesh fsdp 16 = 16 devices, but there are 8"),
-        (["--model", "sd15", "--mesh", "tensor=8"], "error: FlaxUNet2DConditionModel has formulas for axes that share"),
         (["--model", "flux-dev", "--json", "--markdown"], "error: --json and --markdown are two forms of one result"),
         (
             ["--model", "flux-dev", "--rules", "fsdp"],
@@ -62,3 +61,23 @@ def test_the_exit_status_says_whether_the_bytes_are_the_formula_s(
     assert capsys.readouterr().out.splitlines()[2] == f"| fsdp=8 | fsdp=8 | {cells}"
     assert main(words) == status
     assert f"{size:,}" in capsys.readouterr().out
+
+
+def test_a_mesh_without_a_formula_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = Row(
+        what="", kind="all-reduce", instead_of="", axes="tensor", count=3, bytes=9_000, formula=0, formula_count=0
+    )
+
+    def result(model: str, **_: Any) -> Measured:
+        return Measured(strategy="tensor=8", mesh="tensor=8", rows=(row,), no_formula="only for FLUX.1")
+
+    monkeypatch.setattr(tool, "measure", result)
+    words = ["traffic", "--model", "sd15", "--mesh", "tensor=8"]
+    assert main([*words, "--markdown"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[2] == "| tensor=8 | tensor=8 | no formula | all-reduce | tensor | 3 | 9,000 | - | - | - |"
+    assert err == "no formula for tensor=8: only for FLUX.1\n"
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["formula_bytes"] is None

@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -19,10 +20,21 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiffusion.models.registry import lookup
+from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.mesh import build_mesh
 from maxdiffusion.specs import MeshSpec
-from maxdiffusion.tools.budget import SUMS, Exchange
-from maxdiffusion.tools.measure import SMALL, STRATEGIES, Measured, as_markdown, compare, lower_step, measure
+from maxdiffusion.tools.budget import SUMS, Exchange, Parameter, data_parallel, fully_sharded
+from maxdiffusion.tools.measure import (
+    SMALL,
+    STRATEGIES,
+    Measured,
+    as_markdown,
+    as_rows,
+    as_text,
+    compare,
+    lower_step,
+    measure,
+)
 from maxdiffusion.tools.traffic import Collective, Traffic
 
 pytestmark = pytest.mark.whole
@@ -144,3 +156,37 @@ def test_what_no_formula_names_is_shown_and_fails() -> None:
     assert (summed.ok, summed.instead_of, summed.count, summed.ratio) == (True, "reduce-scatter", 2, 1.0)
     assert (spurious.ok, spurious.what, spurious.formula) == (False, "", 0)
     assert (missing.ok, missing.bytes, missing.formula, missing.formula_count) == (False, 0, 15_000, 3)
+
+
+def test_one_sum_along_both_axes_is_that_of_gradients_and_of_their_replicas() -> None:
+    """Of three gradients of 32,768 bytes, two are summed at once, beside one that no axis stores."""
+    found = Traffic(
+        collectives=(
+            Collective(kind="all-reduce", axes=("data", "fsdp"), tensors=(32_768, 9000), count=1),
+            Collective(kind="all-reduce", axes=("data", "fsdp"), tensors=(32_768,), count=1),
+            Collective(kind="all-reduce", axes=("fsdp",), tensors=(32_768,), count=1),
+            Collective(kind="all-reduce", axes=("data",), tensors=(16_384,), count=1),
+        )
+    )
+    layout = Layout.of(build_mesh(MeshSpec.parse("data=2,fsdp=4")))
+    stored = Parameter(bytes=32_768, layers=3, stacked=True, gathered=("fsdp",), of_tokens=True)
+    whole = Parameter(bytes=9000, layers=1, stacked=False, gathered=(), of_tokens=True)
+    sums = [one for one in fully_sharded([stored], ("data", "fsdp"), layout) if one.what != "parameters"]
+    assert [(one.axes, one.bytes, one.part_of) for one in sums] == [(("fsdp",), 32_768, 0), (("data",), 8192, 32_768)]
+    wanted = [*data_parallel([whole], ("data", "fsdp")), *sums]
+    rows = {row.axes: row for row in compare(found, wanted)}
+    at_once = rows["data+fsdp"]
+    assert (at_once.count, at_once.formula_count, at_once.ratio) == (3, 3, 1.0)
+    assert at_once.what == "gradients, gradients and replicas"
+    assert (rows["fsdp"].formula_count, rows["fsdp"].ratio, rows["fsdp"].instead_of) == (1, 1.0, "reduce-scatter")
+    # The control: one array of another size than a part's
+    assert (rows["data"].formula_count, rows["data"].formula, rows["data"].ok) == (1, 8192, False)
+
+
+def test_without_a_formula_nothing_is_compared() -> None:
+    row = compare(Traffic(collectives=(Collective(kind="all-reduce", axes=("a",), tensors=(8192,), count=1),)), ())
+    result = Measured(strategy="", mesh="a=2", rows=row, no_formula="two strategies at once")
+    assert result.ok and not replace(result, no_formula="").ok
+    (shown,) = as_rows(result)
+    assert (shown["what"], shown["bytes"], shown["formula_bytes"], shown["ratio"]) == ("no formula", 8192, None, None)
+    assert as_text(None) == "-"

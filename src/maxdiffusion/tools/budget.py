@@ -37,6 +37,8 @@ class Exchange:
         axes: mesh axes along which it moves, in the order of the mesh.
         bytes: of the array that one such collective moves.
         count: how often in one step.
+        part_of: bytes of the array of whose sum this is the second half, as one device of those that share the first
+            half has it; 0 where it is no such half. One sum along the axes of both halves does the work of both.
     """
 
     what: str
@@ -44,6 +46,11 @@ class Exchange:
     axes: tuple[str, ...]
     bytes: int
     count: int
+    part_of: int = 0
+
+
+class NoFormulaError(UsageError):
+    """There is no formula for this model on this mesh; what it moves can be measured all the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +103,9 @@ def fully_sharded(parameters: Iterable[Parameter], axes: tuple[str, ...], layout
         rest = tuple(axis for axis in axes if axis not in one.gathered)
         part = one.bytes // layout.size(one.gathered)
         if rest:
-            yield Exchange(what="replicas", kinds=("all-reduce",), axes=rest, bytes=part, count=one.layers)
+            yield Exchange(
+                what="replicas", kinds=("all-reduce",), axes=rest, bytes=part, count=one.layers, part_of=one.bytes
+            )
 
 
 def ring(plan: Plan, key_bytes: int) -> Iterator[Exchange]:
@@ -163,11 +172,11 @@ def budget(model: DiffusionModel, *, batch: int, height: int, width: int, text: 
         text: tokens of the text.
 
     Raises:
-        UsageError: there is no formula for this model on such a mesh.
+        NoFormulaError: there is no formula for this model on such a mesh.
     """
     layout = model.layout
     if batch % layout.batch_divisor:
-        raise UsageError(
+        raise NoFormulaError(
             f"{batch} samples do not divide by the {layout.batch_divisor} devices that share them, for which there is "
             "no formula: give the axes data, fsdp and cfg fewer devices"
         )
@@ -178,7 +187,7 @@ def budget(model: DiffusionModel, *, batch: int, height: int, width: int, text: 
         return (*_parameters_moved(model, rows, length), *tokens)
     idle = [axis for axis, size in layout.sizes.items() if size > 1 and axis not in rows]
     if idle:
-        raise UsageError(
+        raise NoFormulaError(
             f"{type(model).__name__} has formulas for axes that share the batch, not for '{idle[0]}': give a mesh of "
             "data and fsdp, or measure a FLUX.1"
         )
@@ -221,19 +230,19 @@ def _flux(model: FlaxFluxTransformer2DModel, batch: int, image: int, text: int) 
     """The tokens that FLUX.1 moves.
 
     Raises:
-        UsageError: the mesh mixes strategies, or heads do not divide.
+        NoFormulaError: the mesh mixes strategies, or heads do not divide.
     """
     layout, heads = model.layout, model.num_attention_heads
     tensor, length = layout.resolve("heads").axes[0], layout.resolve("activation_length").axes[0]
     stages = pipeline.stage_axes(layout)
     tensor = tuple(axis for axis in tensor if axis not in layout.resolve("activation_batch").axes[0])
     if len([axes for axes in (tensor, length, stages) if axes]) > 1:
-        raise UsageError(
+        raise NoFormulaError(
             f"there are formulas for one of tensor, context and stage at a time, beside data and fsdp, not for "
             f"{layout.written((*tensor, *length, *stages))}: give a mesh with one of these axes"
         )
     if heads % layout.size(tensor):
-        raise UsageError(
+        raise NoFormulaError(
             f"{heads} heads do not divide by {layout.written(tensor)}, for which there is no formula: give a divisor"
         )
     here = batch // layout.divisor("activation_batch")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ from maxdiffusion.models.registry import lookup
 from maxdiffusion.nn.model import DiffusionModel
 from maxdiffusion.parallel.mesh import build_mesh, describe
 from maxdiffusion.specs import MeshSpec
-from maxdiffusion.tools.budget import Exchange, budget
+from maxdiffusion.tools.budget import SUMS, Exchange, NoFormulaError, budget
 from maxdiffusion.tools.traffic import Traffic, traffic
 
 SMALL = 4096
@@ -98,16 +100,18 @@ class Measured:
         strategy: its name; the mesh's where it has none.
         mesh: sizes of the mesh axes.
         rows: the most bytes first.
+        no_formula: why there is nothing to compare them with; empty where there is.
     """
 
     strategy: str
     mesh: str
     rows: tuple[Row, ...]
+    no_formula: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether every row is."""
-        return all(row.ok for row in self.rows)
+        """Whether every row is; where there is no formula, nothing can be wrong."""
+        return bool(self.no_formula) or all(row.ok for row in self.rows)
 
 
 def twin(model: str, mesh: Mesh, keywords: Mapping[str, Any]) -> DiffusionModel:
@@ -149,6 +153,8 @@ def measure(
 ) -> Measured:
     """Compiles the training step of a model's tiny twin and compares what it moves with the formulas.
 
+    Where there is no formula for the model on this mesh, the result says so, and shows what is moved.
+
     Args:
         model: registry name.
         mesh: sizes of the mesh axes for the devices there are, or a mesh.
@@ -156,18 +162,24 @@ def measure(
         strategy: name of the result.
 
     Raises:
-        UsageError: the model or a mesh axis is unknown, or there is no formula for this model on this mesh.
+        UsageError: the model or a mesh axis is unknown.
     """
     devices = build_mesh(mesh) if isinstance(mesh, MeshSpec) else mesh
     tried = twin(model, devices, keywords or {})
-    wanted = budget(tried, **SIZES)
+    try:
+        wanted, no_formula = budget(tried, **SIZES), ""
+    except NoFormulaError as error:
+        wanted, no_formula = (), str(error)
     found = traffic(lower_step(tried).compile().as_text() or "", devices)
     sizes = describe(devices).partition(" ")[0]
-    return Measured(strategy=strategy or sizes, mesh=sizes, rows=compare(found, wanted))
+    return Measured(strategy=strategy or sizes, mesh=sizes, rows=compare(found, wanted), no_formula=no_formula)
 
 
 def compare(found: Traffic, wanted: Sequence[Exchange]) -> tuple[Row, ...]:
     """A row for each kind of collective and mesh axes that a program uses or a formula names.
+
+    Where the program sums gradients along the axes that store them and those of their replicas at once, the formulas
+    of both sums stand in the row of that one.
 
     Args:
         found: of the compiled program.
@@ -175,8 +187,8 @@ def compare(found: Traffic, wanted: Sequence[Exchange]) -> tuple[Row, ...]:
     """
     moved = {(kind, tuple(axes.split("+"))): (count, size) for kind, axes, count, size in found.table(above=SMALL)}
     groups: dict[tuple[str, tuple[str, ...]], list[Exchange]] = {}
-    for one in wanted:
-        if one.bytes > SMALL:
+    for one in _summed_at_once(found, wanted):
+        if one.bytes > SMALL and one.count:
             used = next((kind for kind in one.kinds if (kind, one.axes) in moved), one.kinds[0])
             groups.setdefault((used, one.axes), []).append(one)
     rows = []
@@ -196,6 +208,38 @@ def compare(found: Traffic, wanted: Sequence[Exchange]) -> tuple[Row, ...]:
             )
         )
     return tuple(sorted(rows, key=lambda row: -max(row.bytes, row.formula)))
+
+
+def _summed_at_once(found: Traffic, wanted: Sequence[Exchange]) -> list[Exchange]:
+    """The formulas, with one sum in place of two halves for each array that the program sums along the axes of both.
+
+    Arrays of one size are interchangeable. Sums along these axes that the textbook has itself come first.
+    """
+    spare: Counter[tuple[frozenset[str], int]] = Counter()
+    for one in found.collectives:
+        for size in one.tensors if one.kind == "all-reduce" else ():
+            spare[frozenset(one.axes), size] += one.count
+    for one in wanted:
+        if one.kinds[0] in SUMS:
+            spare[frozenset(one.axes), one.bytes] -= one.count
+    left = list(wanted)
+    halves = [at for at, one in enumerate(wanted) if one.part_of]
+    for second, first in itertools.product(halves, range(len(wanted))):
+        half, whole = wanted[second], wanted[first]
+        key = frozenset((*whole.axes, *half.axes)), whole.bytes
+        if whole.kinds == SUMS and whole.bytes == half.part_of:
+            moved = min(spare[key], left[first].count, left[second].count)
+            if moved > 0:
+                spare[key] -= moved
+                for at in (first, second):
+                    left[at] = replace(left[at], count=left[at].count - moved)
+                left.append(replace(whole, what="gradients and replicas", axes=_joined(found, key[0]), count=moved))
+    return left
+
+
+def _joined(found: Traffic, axes: frozenset[str]) -> tuple[str, ...]:
+    """These axes in the order in which the program's collectives name them."""
+    return next(one.axes for one in found.collectives if frozenset(one.axes) == axes)
 
 
 def measure_all(model: str, *, on_result: Callable[[Measured], None] = lambda result: None) -> tuple[Measured, ...]:
@@ -238,15 +282,15 @@ def as_rows(result: Measured) -> list[dict[str, Any]]:
         {
             "strategy": result.strategy,
             "mesh": result.mesh,
-            "what": row.what or "nothing by the textbook",
+            "what": row.what or ("no formula" if result.no_formula else "nothing by the textbook"),
             "collective": row.kind + (f" for {row.instead_of}" if row.instead_of else ""),
             "axes": row.axes,
             "arrays": row.count,
             "bytes": row.bytes,
-            "formula_arrays": row.formula_count,
-            "formula_bytes": row.formula,
-            "ratio": row.ratio,
-            "ok": row.ok,
+            "formula_arrays": None if result.no_formula else row.formula_count,
+            "formula_bytes": None if result.no_formula else row.formula,
+            "ratio": row.ratio if row.formula else None,
+            "ok": row.ok or bool(result.no_formula),
         }
         for row in result.rows
     ]
@@ -262,7 +306,9 @@ def as_markdown(results: Iterable[Measured]) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A value for people: whole numbers in groups of three digits, ratios to three places."""
+    """A value for people: whole numbers in groups of three digits, ratios to three places, a dash for none."""
+    if value is None:
+        return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
