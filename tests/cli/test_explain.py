@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
-from maxdiffusion.cli.explain import LARGEST, _attentions, _cells, _convolutions, _telling
+from maxdiffusion.cli.explain import LARGEST, _attentions, _cells, _convolutions, _kinds, _telling
 from maxdiffusion.cli.main import main
 from maxdiffusion.common_types import BlockSizes
-from maxdiffusion.parallel.report import Report, Row
+from maxdiffusion.parallel.layout import NO_RULE
+from maxdiffusion.parallel.report import Row
 from maxdiffusion.tools.explain import AttentionRow, ConvolutionRow
 
 
@@ -66,13 +68,28 @@ def _row(index: int, why: str = "") -> Row:
 
 
 def test_rows_with_a_reason_and_the_largest_are_shown_in_order() -> None:
-    rows = tuple(_row(index, why="heads" if index == 1 else "") for index in range(LARGEST + 5))
-    shown = _telling(Report(rows=rows))
-    assert [row.parameter for row in shown] == ["p1", *(f"p{index}" for index in range(5, LARGEST + 5))]
+    """The shapes differ, so that no rows are folded; a parameter that no rule shards is as the rules wish."""
+    whys = {1: "heads", 2: NO_RULE}
+    rows = [_row(index, why=whys.get(index, "")) for index in range(LARGEST + 5)]
+    shown = [kind.path for kind in _telling(_kinds(rows))]
+    assert shown == ["p1", *(f"p{index}" for index in range(5, LARGEST + 5))]
+
+
+def test_equal_rows_of_blocks_are_one() -> None:
+    """The numbers that differ become `*`; another shape is a row of its own."""
+    paths = {"blocks_0/net_2/bias": 3, "blocks_1/net_2/bias": 3, "blocks_2/net_2/bias": 4, "out/bias": 3}
+    kinds = _kinds([dataclasses.replace(_row(size), parameter=path) for path, size in paths.items()])
+    assert [(kind.path, kind.count) for kind in kinds] == [
+        ("blocks_*/net_2/bias", 2),
+        ("blocks_2/net_2/bias", 1),
+        ("out/bias", 1),
+    ]
+    assert _cells(kinds[0])[0] == "blocks_*/net_2/bias x2" and _cells(kinds[0])[4] == "0.006"
 
 
 def test_cells_say_spec_and_megabytes() -> None:
-    assert _cells(_row(3, "why")) == ("p3", "3 x 8", "embed, -", "data+fsdp, -", "0.003", "why")
+    (kind,) = _kinds([_row(3, "why")])
+    assert _cells(kind) == ("p3", "3 x 8", "embed, -", "data+fsdp, -", "0.003", "why")
 
 
 def test_equal_attentions_are_one_line() -> None:

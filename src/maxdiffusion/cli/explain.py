@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +12,7 @@ import typer
 from maxdiffusion.cli.options import Json, Rules, check_name
 
 if TYPE_CHECKING:
-    from maxdiffusion.parallel.report import Report, Row
+    from maxdiffusion.parallel.report import Row
     from maxdiffusion.tools.explain import AttentionRow, ConvolutionRow
 
 LARGEST = 20
@@ -74,11 +76,14 @@ def explain(  # noqa: PLR0913  (an argument is an option of the command line)
         calls = {"attention": attention, "convolutions": convolutions}
         output.show_json({"model": model, "mesh": sizes, **totals, "rows": report.rows, **calls})
         return
-    rows = report.rows if every else _telling(report)
-    output.show_table(["parameter", "shape", "logical names", "spec", "MB per device", "why"], map(_cells, rows))
-    if len(rows) < len(report.rows):
+    kinds = [_Kind(path=row.parameter, row=row, count=1) for row in report.rows] if every else _kinds(report.rows)
+    shown = kinds if every else _telling(kinds)
+    output.show_table(["parameter", "shape", "logical names", "spec", "MB per device", "why"], map(_cells, shown))
+    if not every:
+        number = sum(kind.count for kind in shown)
         typer.echo(
-            f"{len(rows)} of {len(report.rows)} parameters shown: the largest, and all with a reason; --all shows all"
+            f"{number} of {len(report.rows)} parameters shown: the largest, and all that are not as the rules wish; "
+            "equal ones of several blocks are one row (xN, with the MB of all N); --all shows each"
         )
     columns = ["attention", "calls", "queries", "keys", "heads", "kernel", "tiles", "context", "why"]
     output.show_table(columns, _attentions(attention))
@@ -91,18 +96,48 @@ def explain(  # noqa: PLR0913  (an argument is an option of the command line)
     )
 
 
-def _telling(report: Report) -> list[Row]:
-    """The rows with a reason, and the largest, in the order of the report."""
-    largest = sorted(report.rows, key=lambda row: row.bytes_per_device, reverse=True)[:LARGEST]
-    shown = {row.parameter for row in largest}
-    return [row for row in report.rows if row.why or row.parameter in shown]
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """Parameters that differ in the numbers of their blocks only: the path with `*` for these, one row, how many."""
+
+    path: str
+    row: Row
+    count: int
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _kinds(rows: Sequence[Row]) -> list[_Kind]:
+    """Rows that are equal but for the numbers in their paths, folded into one, in the order of the first of each."""
+    kinds: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        alike = re.sub(r"(?<=_)\d+", "*", row.parameter)
+        kinds.setdefault((alike, row.shape, row.dtype, row.names, row.spec, row.why), []).append(row)
+    return [
+        _Kind(path=_common([row.parameter for row in same]), row=same[0], count=len(same)) for same in kinds.values()
+    ]
+
+
+def _common(paths: Sequence[str]) -> str:
+    """`blocks_*/net_0/bias` of paths that differ in numbers only: a number that all share stays."""
+    pieces = zip(*(re.split(r"((?<=_)\d+)", path) for path in paths), strict=True)
+    return "".join(piece[0] if len(set(piece)) == 1 else "*" for piece in pieces)
+
+
+def _telling(kinds: Sequence[_Kind]) -> list[_Kind]:
+    """Those that are not laid out as the rules wish, and the largest, in the order of the report."""
+    from maxdiffusion.parallel.layout import NO_RULE
+
+    largest = sorted(kinds, key=lambda kind: kind.row.bytes_per_device * kind.count, reverse=True)[:LARGEST]
+    shown = {id(kind) for kind in largest}
+    return [kind for kind in kinds if kind.row.why not in ("", NO_RULE) or id(kind) in shown]
+
+
+def _cells(kind: _Kind) -> tuple[str, ...]:
+    row = kind.row
     spec = ", ".join("+".join(axes) or "-" for axes in row.spec)
     shape = " x ".join(map(str, row.shape))
     names = ", ".join(name or "-" for name in row.names)
-    return row.parameter, shape, names, spec, f"{row.bytes_per_device / 1e6:.3f}", row.why
+    path = f"{kind.path} x{kind.count}" if kind.count > 1 else kind.path
+    return path, shape, names, spec, f"{kind.count * row.bytes_per_device / 1e6:.3f}", row.why
 
 
 def _attentions(rows: Sequence[AttentionRow]) -> list[tuple[str, ...]]:
