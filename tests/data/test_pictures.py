@@ -1,5 +1,6 @@
 """The built-in set: what is in it, how it is selected, and what is held out."""
 
+import hashlib
 from collections import Counter
 
 import numpy as np
@@ -11,6 +12,7 @@ from maxdiffusion.data.pictures import (
     caption,
     concept_lists,
     concept_names,
+    fixed_choice,
     is_held_out,
     pictures,
 )
@@ -165,3 +167,15 @@ def test_an_empty_selection_is_an_error():
         pictures(kept, styles=["flat"], split="held_out")
     with pytest.raises(UsageError, match="unknown style"):
         is_held_out("fox", "photo")
+
+
+def test_a_fixed_choice_does_not_depend_on_what_else_there_is():
+    """What is chosen from a part is chosen from the whole as well, if it comes first there; the order is the set's."""
+    whole = pictures(size=4, split="held_out")
+    chosen = fixed_choice(whole, 100)
+    assert len(chosen) == 100 and list(chosen.captions) == [one for one in whole.captions if one in chosen.captions]
+    part = pictures(chosen.concepts[:10], size=4, split="held_out")
+    assert fixed_choice(part, 10).captions == chosen.captions[:10]
+    assert fixed_choice(part, 20).captions == part.captions
+    # Written down when the list was made: were it to change, figures of different versions could not be compared.
+    assert hashlib.sha256("\n".join(chosen.captions).encode()).hexdigest()[:16] == "1d873cb3f55598c3"

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxdiffusion.diffusion.timesteps import TIME_SAMPLERS, Biased, Cosine, LogitNormal, Uniform, get_time_sampler
+from maxdiffusion.diffusion.timesteps import (
+    TIME_SAMPLERS,
+    Biased,
+    Cosine,
+    Equidistant,
+    LogitNormal,
+    Uniform,
+    get_time_sampler,
+)
 from maxdiffusion.errors import UsageError
 
 
@@ -101,3 +109,11 @@ def test_what_is_refused():
             Biased(**wrong)
     with pytest.raises(UsageError, match="above 0"):
         Biased(multiplier=0.0)
+
+
+def test_equidistant_times_are_one_a_step():
+    draw = Equidistant(number=8)
+    times = [np.asarray(draw(jax.random.key(0), jnp.arange(3), step=step)) for step in range(9)]
+    np.testing.assert_array_equal(np.stack(times), np.repeat(np.arange(9)[:, None] % 8 / 8, 3, axis=1))
+    with pytest.raises(UsageError, match="write 1 time or more"):
+        Equidistant(number=0)

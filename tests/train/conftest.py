@@ -124,4 +124,4 @@ def subject_on() -> Callable[..., Subject]:
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
     """A tiny run of six steps, on the mesh of the demonstration."""
-    return train(run_recipe(tmp_path_factory.mktemp("runs") / "tiny"))
+    return train(run_recipe(tmp_path_factory.mktemp("runs") / "tiny", "train.eval_pictures=1"))

@@ -245,6 +245,7 @@ class TrainSection:
         keep_every: checkpoints of steps that are multiples of this stay too; 0 for none.
         resume_changes: what a resumed run may change: `cast` dtypes, `start_ema`, `drop_ema`, `data`.
         eval_every: steps between losses on the held-out pairs.
+        eval_pictures: pictures painted then for each held-out pair of the gallery; 0 measures losses alone.
         watchdog_seconds: that a step may take before it is said who is late; null for any.
     """
 
@@ -270,6 +271,7 @@ class TrainSection:
     keep_every: Every = 0
     resume_changes: ResumeChanges = ()
     eval_every: Every = 0
+    eval_pictures: Every = 1
     watchdog_seconds: Positive | None = 600.0
 
     def __post_init__(self) -> None:

@@ -181,6 +181,18 @@ def pictures(
     )
 
 
+def fixed_choice(source: Pictures, number: int) -> Pictures:
+    """At most `number` of these pictures, chosen by the hash of their pair, so that they are the same ones for ever."""
+    by_hash = sorted(range(len(source)), key=lambda row: _number(source.concepts[row], source.styles[row]))
+    rows = sorted(by_hash[:number])
+    return Pictures(
+        images=source.images[rows],
+        captions=tuple(source.captions[row] for row in rows),
+        concepts=tuple(source.concepts[row] for row in rows),
+        styles=tuple(source.styles[row] for row in rows),
+    )
+
+
 def _decode(data: bytes, size: int) -> UInt8[np.ndarray, "size size 3"]:
     picture = Image.open(io.BytesIO(data)).convert("RGB")
     return np.asarray(picture if size == STORED else picture.resize((size, size), Image.Resampling.BOX))

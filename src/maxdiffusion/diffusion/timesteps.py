@@ -61,6 +61,32 @@ class Uniform:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Equidistant:
+    """The same time for all samples: 0, 1/8, ... 7/8 in steps 0 to 7, and so on anew; for measuring, not for training.
+
+    MLPerf Training measures its text-to-image model (FLUX.1, since v5.1) by the mean validation loss at these times.
+
+    Args:
+        number: of times.
+
+    Raises:
+        UsageError: number is not positive.
+    """
+
+    number: int = 8
+
+    def __post_init__(self) -> None:
+        if self.number < 1:
+            raise UsageError(f"Equidistant(number={self.number}): write 1 time or more")
+
+    def __call__(
+        self, key: Key[Array, ""], indices: Int[Array, " batch"], *, step: int | Int[Array, ""] = 0
+    ) -> Float[Array, " batch"]:
+        del key
+        return jnp.full(indices.shape, jnp.asarray(step % self.number, jnp.float32) / self.number)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogitNormal:
     """u = sigmoid(mean + std n) with n normal: most draws in the middle (Esser et al. 2024, section 3.1).
 

@@ -19,6 +19,7 @@ from maxdiffusion.data.prompts import unknown_words
 from maxdiffusion.errors import UsageError
 from maxdiffusion.paths import as_path
 from maxdiffusion.pipelines.checkpoint_folder import recipe_folder, split_place
+from maxdiffusion.pipelines.packed import shipped
 from maxdiffusion.pipelines.text_to_image import sampler
 from maxdiffusion.pipelines.trained import open_trained, read_tokenizer
 
@@ -58,10 +59,11 @@ def generate(
 
     Args:
         prompts: a prompt, or several; pictures for all of them are made together.
-        run: folder that `train` wrote, or `RUN@STEP` for an older checkpoint.
+        run: folder that `train` wrote, `RUN@STEP` for an older checkpoint, or the name of a model of the package.
         seed: of the noise.
         num_images: pictures for each prompt.
-        out: folder for the files; None for `generated` in the run's folder. No file is replaced.
+        out: folder for the files; None for `generated` in the run's folder, or here for a model of the package. No file
+            is replaced.
         recipe: of the run, with another mesh or other sampling; None takes the run's own on all devices there are.
 
     Raises:
@@ -76,7 +78,8 @@ def generate(
         raise UsageError("nothing to make: give one prompt or more, and num_images=1 or more")
     if not 0 <= seed <= LARGEST_SEED:
         raise UsageError(f"seed={seed}: write a whole number from 0 to {LARGEST_SEED}")
-    run, step = split_place(run)
+    own = shipped(run)
+    run, step = (own, None) if own else split_place(run)
     if recipe is None:
         recipe = dataclasses.replace(load_run(recipe_folder(run, step)).recipe, mesh={})
     tokenizer = read_tokenizer(run, step)
@@ -86,7 +89,8 @@ def generate(
     draw = sampler(trained.text_to_image, recipe.sample)
     pixels = draw.pictures(trained.params, tokenizer, prompts, num_images=num_images, seed=seed)
     files = []
-    folder = as_path(run) / GENERATED if out is None else as_path(out)
+    # A model of the package has no folder of the user's own.
+    folder = (as_path(".") if own else as_path(run)) / GENERATED if out is None else as_path(out)
     for row, index in np.ndindex(pixels.shape[:2]) if jax.process_index() == 0 else ():
         prompt, picture = prompts[row], pixels[row, index]
         text = {

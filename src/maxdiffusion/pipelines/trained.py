@@ -12,6 +12,7 @@ from maxdiffusion.nn.model import float_dtype
 from maxdiffusion.parallel.mesh import build_mesh
 from maxdiffusion.paths import as_path
 from maxdiffusion.pipelines.checkpoint_folder import chosen_step
+from maxdiffusion.pipelines.packed import is_packed, read_packed
 from maxdiffusion.pipelines.run_folder import TOKENIZER, read_weights, weight_shapes
 from maxdiffusion.pipelines.text_to_image import TextToImage, text_to_image_of
 
@@ -39,7 +40,8 @@ def read_tokenizer(run: str | Path, step: int | None = None) -> WordTokenizer:
     Raises:
         UsageError: the run has no such checkpoint.
     """
-    chosen_step(run, step)
+    if not is_packed(run):
+        chosen_step(run, step)
     return WordTokenizer.load(as_path(run) / TOKENIZER)
 
 
@@ -47,7 +49,7 @@ def open_trained(run: str | Path, recipe: Recipe, *, step: int | None = None) ->
     """Reads a run onto the mesh of a recipe.
 
     Args:
-        run: folder that `train` wrote.
+        run: folder that `train` wrote, or a packed model's.
         recipe: of the run, perhaps with another mesh or other sampling.
         step: of the weights; None for the newest.
 
@@ -57,6 +59,10 @@ def open_trained(run: str | Path, recipe: Recipe, *, step: int | None = None) ->
     tokenizer = read_tokenizer(run, step)
     mesh = build_mesh(recipe.mesh_spec)
     subject = text_to_image_of(recipe, mesh=mesh, vocab_size=tokenizer.vocab_size, max_length=tokenizer.max_length)
-    kept = float_dtype(recipe.train.master_dtype, "master_dtype")
-    params, step = read_weights(run, weight_shapes(subject.model), master_dtype=kept, step=step)
+    shapes = weight_shapes(subject.model)
+    if is_packed(run):
+        params, step = read_packed(run, shapes)
+    else:
+        kept = float_dtype(recipe.train.master_dtype, "master_dtype")
+        params, step = read_weights(run, shapes, master_dtype=kept, step=step)
     return TrainedRun(tokenizer=tokenizer, text_to_image=subject, params=params, step=step)

@@ -80,7 +80,7 @@ class Loop:
     metrics: MetricsFile
     checkpoints: Checkpoints
     on_sample: Callable[[TrainState], None] | None = None
-    on_evaluate: Callable[[TrainState], dict[str, float]] | None = None
+    on_evaluate: Callable[[TrainState], dict[str, float | list[float]]] | None = None
     on_report: Callable[[], None] | None = None
     profiler: Profiler = field(default_factory=lambda: Profiler(None, Path()))
     meter: Meter | None = None

@@ -38,7 +38,7 @@ RECENT = 50
 
 _KNOWN = (
     *("step", "loss", "grad_norm", "loss_by_time", "count_by_time", "learning_rate", "images_per_second", "seconds"),
-    *("input_wait", "held_out_loss", "unconditional_loss", "tflops_per_second", "mfu"),
+    *("input_wait", "held_out_loss", "held_out_loss_by_time", "unconditional_loss", "tflops_per_second", "mfu"),
     *("device_memory", "step_memory", "host_memory"),
 )
 """Names in lines of metrics that have a place on the page; others get a chart each."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
 from maxdiffusion.config.load import load_recipe
 from maxdiffusion.config.schema import Recipe
 from maxdiffusion.data.fingerprint import Fingerprint
+from maxdiffusion.data.pictures import Pictures
 from maxdiffusion.data.prompts import unknown_words
 from maxdiffusion.data.source import Source
 from maxdiffusion.data.tokenizer import WordTokenizer
@@ -28,8 +31,8 @@ from maxdiffusion.pipelines.text_to_image import TextToImage, sampler, text_to_i
 from maxdiffusion.train.agreement import agree, setup_facts, weight_facts
 from maxdiffusion.train.checkpoint import Checkpoints, check_data, open_run, write_run
 from maxdiffusion.train.diverged import Rescue
-from maxdiffusion.train.evaluate import HeldOutLoss
 from maxdiffusion.train.feed import (
+    built_in,
     captions_of,
     held_out_source,
     learn_words,
@@ -37,6 +40,8 @@ from maxdiffusion.train.feed import (
     reading_threads,
     training_source,
 )
+from maxdiffusion.train.held_out import HeldOutLoss
+from maxdiffusion.train.likeness import Likeness
 from maxdiffusion.train.loop import Loop
 from maxdiffusion.train.manifest import RunFacts
 from maxdiffusion.train.meter import make_meter
@@ -48,7 +53,7 @@ from maxdiffusion.train.report import write_report
 from maxdiffusion.train.samples import SampleGrid
 from maxdiffusion.train.sizes import buckets_of, check_sizes, compile_sizes, image_shapes, told
 from maxdiffusion.train.state import TrainState, initial_state, sampling_weights, state_shapes
-from maxdiffusion.train.step import objective_of, train_step
+from maxdiffusion.train.step import Objective, objective_of, train_step
 from maxdiffusion.train.trackers import check_trackers, open_trackers
 from maxdiffusion.train.watchdog import Watchdog
 
@@ -116,11 +121,7 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
     mesh = build_mesh(recipe.mesh_spec)
     source = training_source(recipe.data)
     samples = Fingerprint.of(source)
-    if watch.board is not None:
-        agree(watch.board, "set-up", setup_facts(recipe, mesh=mesh, samples=samples, done=done))
-        connect = connections(mesh)
-        agree(watch.board, "connections", {})  # all have compiled it
-        connect()
+    _meet(watch, recipe, mesh=mesh, samples=samples, done=done)
     changed = bool(done) and check_data(folder, done, samples, allowed=recipe.train.resume_changes)
     tokenizer = WordTokenizer.load(folder / TOKENIZER) if done else learn_words(captions_of(source))
     if changed:
@@ -183,14 +184,8 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
         with reporter.phase(f"samples of step {number}"):
             pictures.append(grid.draw(sampling_weights(state), folder / SAMPLES / f"step-{number:06}.png", number))
 
-    held_out = held_out_source(recipe.data)
-    held_out_loss = None if held_out is None else HeldOutLoss(objective, tokenizer, held_out, seed=recipe.seed)
-
-    def measure(state: TrainState) -> dict[str, float]:
-        assert held_out_loss is not None
-        with reporter.phase(f"held-out losses of step {int(state.step)}"):
-            return held_out_loss(sampling_weights(state)).as_metrics()
-
+    held_out = held_out_source(recipe.data) if section.eval_every else None
+    measure = None if held_out is None else _evaluation(recipe, objective, tokenizer, held_out, reporter)
     loop = Loop(
         section=section,
         step=compiled,
@@ -200,7 +195,7 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
         metrics=metrics,
         checkpoints=checkpoints,
         on_sample=draw,
-        on_evaluate=None if held_out_loss is None else measure,
+        on_evaluate=measure,
         on_report=functools.partial(_report, folder, reporter),
         profiler=Profiler(recipe.profile.span, folder / PROFILE),
         meter=make_meter(
@@ -232,6 +227,16 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
     )
 
 
+def _meet(watch: Watchdog, recipe: Recipe, *, mesh: Mesh, samples: Fingerprint, done: int) -> None:
+    """Several hosts see that all are set up alike, and connect to each other."""
+    if watch.board is None:
+        return
+    agree(watch.board, "set-up", setup_facts(recipe, mesh=mesh, samples=samples, done=done))
+    connect = connections(mesh)
+    agree(watch.board, "connections", {})  # all have compiled it
+    connect()
+
+
 def _report(folder: Path, reporter: Reporter) -> None:
     """Writes the page about a run, on the first host. Training goes on without one."""
     if jax.process_index():
@@ -242,6 +247,33 @@ def _report(folder: Path, reporter: Reporter) -> None:
         reporter.say(
             f"the report is not up to date: {type(error).__name__}: {error}; try `maxdiffusion report {folder}`"
         )
+
+
+def _evaluation(
+    recipe: Recipe, objective: Objective, tokenizer: WordTokenizer, held_out: Pictures, reporter: Reporter
+) -> Callable[[TrainState], dict[str, float | list[float]]]:
+    """Measures a state on held-out pairs, as the recipe says."""
+    losses = HeldOutLoss(objective, tokenizer, held_out, seed=recipe.seed)
+    painted = recipe.train.eval_pictures
+    likeness = painted and Likeness(
+        objective.text_to_image,
+        tokenizer,
+        held_out=held_out,
+        training=built_in(recipe.data, "train"),
+        section=recipe.sample,
+        num_seeds=painted,
+    )
+
+    def measure(state: TrainState) -> dict[str, float | list[float]]:
+        weights = sampling_weights(state)
+        with reporter.phase(f"held-out losses of step {int(state.step)}"):
+            found = losses(weights).as_metrics()
+        if likeness:
+            with reporter.phase(f"pictures for {len(likeness.targets)} held-out captions"):
+                found |= likeness(weights).as_metrics()
+        return found
+
+    return measure
 
 
 def _grid(recipe: Recipe, subject: TextToImage, tokenizer: WordTokenizer, source: Source) -> SampleGrid:

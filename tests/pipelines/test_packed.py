@@ -1,0 +1,74 @@
+"""A packed model paints what its run paints, but for the rounding of its weights to float16."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from maxdiffusion.config.load import load_run
+from maxdiffusion.errors import UsageError
+from maxdiffusion.pipelines import packed
+from maxdiffusion.pipelines.generate import generate
+from maxdiffusion.pipelines.packed import pack, read_packed, shipped
+from maxdiffusion.pipelines.run_folder import read_weights, weight_shapes
+from maxdiffusion.pipelines.text_to_image import text_to_image_of
+from maxdiffusion.pipelines.trained import open_trained, read_tokenizer
+from maxdiffusion.train.run import TrainResult
+
+
+@pytest.fixture(scope="module")
+def model(trained: TrainResult, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny run, packed."""
+    opened = open_trained(trained.run, load_run(trained.run).recipe)
+    whole = jax.tree.map(np.asarray, opened.params)
+    return pack(
+        tmp_path_factory.mktemp("packed") / "tiny-model", run=trained.run, params=whole, step=6, figures={"seed": 0}
+    )
+
+
+def test_its_weights_are_the_runs_in_half_precision(model: Path, trained: TrainResult, fsdp_tensor: Mesh) -> None:
+    recipe, words = load_run(model).recipe, read_tokenizer(model)
+    subject = text_to_image_of(recipe, mesh=fsdp_tensor, vocab_size=words.vocab_size, max_length=words.max_length)
+    shapes = weight_shapes(subject.model)
+    (got, step), (wanted, _) = read_packed(model, shapes), read_weights(trained.run, shapes)
+    assert step == 6
+    rounded = jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float16).astype(np.float32), wanted)
+    jax.tree.map(np.testing.assert_array_equal, got, rounded)
+    assert all(a.sharding == b.sharding for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(shapes), strict=True))
+
+
+def test_pictures_come_from_it_as_from_a_run(model: Path, tmp_path: Path) -> None:
+    result = generate("a fox, noto style", model, out=tmp_path)
+    assert result.step == 6 and result.files[0].is_file()
+
+
+def test_a_name_of_the_package_stands_for_its_folder(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless there is a folder of that name; its pictures go to where one is."""
+    monkeypatch.setattr(packed, "files", lambda package: model.parent.parent)
+    monkeypatch.setattr(packed, "SHIPPED", model.parent.name)
+    monkeypatch.chdir(tmp_path)
+    assert shipped(model.name) == model and shipped("other") is None and shipped(f"./{model.name}") is None
+    (tmp_path / model.name).mkdir()
+    assert shipped(model.name) is None
+
+
+def test_what_cannot_be_read_is_refused(model: Path, tmp_path: Path) -> None:
+    recipe, words = load_run(model).recipe, read_tokenizer(model)
+    other = dataclasses.replace(recipe, model_config={**recipe.model_config, "text_width": 32})
+    subject = text_to_image_of(other, mesh=None, vocab_size=words.vocab_size, max_length=words.max_length)
+    with pytest.raises(UsageError, match=r"is of another model: .* is \(.*\) there and \(.*\) here"):
+        read_packed(model, weight_shapes(subject.model))
+    for name in (packed.WEIGHTS, packed.MADE):
+        (tmp_path / name).write_bytes((model / name).read_bytes())
+    with (tmp_path / packed.WEIGHTS).open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x7f")
+    with pytest.raises(UsageError, match="is damaged"):
+        read_packed(tmp_path, {})
