@@ -7,6 +7,7 @@ from dataclasses import fields
 import pytest
 
 from maxdiffusion.common_types import BlockSizes
+from maxdiffusion.errors import UsageError
 
 
 def test_exactly_the_seven_names():
@@ -24,11 +25,11 @@ def test_backward_sizes_default_to_the_forward_ones():
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "128"])
 @pytest.mark.parametrize("name", [field.name for field in fields(BlockSizes)])
 def test_sizes_are_positive_whole_numbers(name, size):
-    with pytest.raises(ValueError, match=f"{name}=.*whole number"):
+    with pytest.raises(UsageError, match=f"{name}=.*whole number"):
         BlockSizes(**{"block_q": 128, "block_k": 128, name: size})
 
 
 @pytest.mark.parametrize("name", ["block_q_dkv", "block_k_dkv", "block_k_dq", "block_q_dq"])
 def test_backward_sizes_fit_the_forward_ones(name):
-    with pytest.raises(ValueError, match=f"{name}=96 does not fit block_[qk]=128"):
+    with pytest.raises(UsageError, match=f"{name}=96 does not fit block_[qk]=128"):
         BlockSizes(**{"block_q": 128, "block_k": 128, name: 96})

@@ -1,10 +1,12 @@
-"""The names that users import to write rules and block sizes; nothing here imports anything of ours."""
+"""The names that users import to write rules and block sizes; of ours, it imports the errors alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TypeAlias
+
+from maxdiffusion.errors import UsageError
 
 MeshAxes: TypeAlias = str | tuple[str, ...] | None
 """What one array dimension is sharded over: a mesh axis, several (the first is the outermost), or none."""
@@ -22,7 +24,7 @@ class BlockSizes:
     gradient of the queries. A backward size left out equals the forward one.
 
     Raises:
-        ValueError: a size is not a positive whole number, or a backward size neither divides its forward size
+        UsageError: a size is not a positive whole number, or a backward size neither divides its forward size
             nor is a multiple of it (a tile would straddle two tiles of the forward pass).
     """
 
@@ -40,7 +42,7 @@ class BlockSizes:
             if size is None and field.name not in ("block_q", "block_k", "block_b"):
                 continue
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"BlockSizes.{field.name}={size!r}: write a whole number of tokens, 1 or more")
+                raise UsageError(f"BlockSizes.{field.name}={size!r}: write a whole number of tokens, 1 or more")
         for name, forward in (
             ("block_q_dkv", "block_q"),
             ("block_k_dkv", "block_k"),
@@ -49,7 +51,7 @@ class BlockSizes:
         ):
             backward, size = getattr(self, name), getattr(self, forward)
             if backward is not None and backward % size and size % backward:
-                raise ValueError(
+                raise UsageError(
                     f"BlockSizes.{name}={backward} does not fit {forward}={size}: "
                     f"write a divisor or a multiple of {size}, or leave it out to use {size}"
                 )

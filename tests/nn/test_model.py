@@ -104,6 +104,18 @@ def test_a_value_that_cannot_work_is_refused_at_construction(keywords: dict[str,
     assert message in str(caught.value)
 
 
+def test_microbatches_without_stages_are_said_to_do_nothing(tensor: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        Line(pipeline_microbatches=3)
+        assert not caplog.records  # one device: what a model is cloned to, to be looked at
+        for _ in range(2):
+            Line(mesh=tensor, pipeline_microbatches=3)
+    (said,) = caplog.messages
+    assert said.startswith("pipeline_microbatches=3 is of no use on the mesh ") and "give the mesh an axis" in said
+    with pytest.raises(UsageError, match=r"pipeline_microbatches=3 is of no use .* \(strict\)"):
+        Line(mesh=tensor, pipeline_microbatches=3, strict=True)
+
+
 def test_a_misspelt_rule_is_refused_at_construction(data_model: Mesh) -> None:
     with pytest.raises(RuleError, match="did you mean 'embed'"):
         Line(mesh=data_model, logical_axis_rules=[("embd", "model")])

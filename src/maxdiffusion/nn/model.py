@@ -17,7 +17,7 @@ from maxdiffusion.common_types import BlockSizes, LogicalAxisRules
 from maxdiffusion.errors import UsageError, nearest
 from maxdiffusion.nn.parameters import initial_values, parameter_names
 from maxdiffusion.parallel.layout import Layout
-from maxdiffusion.parallel.pipeline import say_idle, stage_axes
+from maxdiffusion.parallel.pipeline import say_idle, say_no_stages, stage_axes
 from maxdiffusion.runtime import Runtime
 from maxdiffusion.specs import AttentionSpec, PipelineSpec, QuantSpec, RematSpec
 
@@ -304,6 +304,14 @@ def _fold(model: DiffusionModel) -> Runtime:
     stages = stage_axes(layout)
     if stages and not model.scan_layers:
         say_idle(layout, stages, "scan_layers=False stacks no blocks: write scan_layers=True")
+    pipeline = PipelineSpec(
+        schedule=model.pipeline_schedule,  # pyright: ignore[reportArgumentType]  the spec checks the name
+        microbatches=model.pipeline_microbatches,
+        repeats=model.pipeline_repeats,
+        patches=model.pipeline_patches,
+        warmup_steps=model.pipeline_warmup_steps,
+    )
+    say_no_stages(layout, pipeline)
     return Runtime(
         layout=layout,
         dtype=float_dtype(model.dtype, "dtype"),
@@ -316,11 +324,5 @@ def _fold(model: DiffusionModel) -> Runtime:
         ),
         quant=quant,
         scan_layers=model.scan_layers,
-        pipeline=PipelineSpec(
-            schedule=model.pipeline_schedule,  # pyright: ignore[reportArgumentType]  the spec checks the name
-            microbatches=model.pipeline_microbatches,
-            repeats=model.pipeline_repeats,
-            patches=model.pipeline_patches,
-            warmup_steps=model.pipeline_warmup_steps,
-        ),
+        pipeline=pipeline,
     )
