@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from maxdiffusion.errors import MeshError, RuleError, UsageError
+from maxdiffusion.errors import LayoutWarning, MeshError, RuleError, UsageError
 from maxdiffusion.models.registry import lookup
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.mesh import abstract_mesh
@@ -44,6 +44,20 @@ def test_explain_is_the_report_of_the_registry_model():
     report = explain("sd15", mesh=MeshSpec.parse("fsdp=4,tensor=2"), rules="fsdp_tp")
     assert report.parameters == 859_520_964
     assert report.share_per_device < 0.135
+
+
+def test_stages_stack_the_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    """FLUX.1 has 38 single blocks, which two stages share evenly."""
+    mesh = MeshSpec(stage=2, data=4)
+    report = explain("flux-dev", mesh=mesh)
+    assert sum("blocks are stacked, as the stages of mesh stage=2 need" in line for line in caplog.messages) == 1
+    row = next(row for row in report.rows if row.parameter == "single_transformer_blocks/proj_mlp/kernel")
+    assert (row.shape[0], row.names[0], row.spec[0]) == (38, "layers", ("stage",))
+    assert row.bytes_per_device * 2 == row.bytes
+    assert explain("flux-dev", mesh=mesh, scan_layers=True) == report
+    with pytest.warns(LayoutWarning, match="the 2 stages of mesh axis 'stage' repeat the same work: scan_layers=False"):
+        unrolled = explain("flux-dev", mesh=mesh, scan_layers=False)
+    assert unrolled.share_per_device == 1 and unrolled.bytes == report.bytes
 
 
 def test_wrong_names_and_strict():

@@ -26,6 +26,13 @@ def explain(  # noqa: PLR0913  (an argument is an option of the command line)
     ],
     rules: Rules = None,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse a layout that is not as the rules wish.")] = False,
+    scan_layers: Annotated[
+        bool | None,
+        typer.Option(
+            "--scan-layers/--no-scan-layers",
+            help="Stack equal blocks, as pipelines need; without it, where the mesh has stages.",
+        ),
+    ] = None,
     kernel: Annotated[
         str, typer.Option("--attention-kernel", metavar="NAME", help="dot_product or flash.")
     ] = "dot_product",
@@ -62,7 +69,7 @@ def explain(  # noqa: PLR0913  (an argument is an option of the command line)
     for axis, size in mesh_sizes(mesh).items():
         check_counted(axis, size)
     with output.reserved():
-        report = run(model, mesh=spec, rules=rules, strict=strict)
+        report = run(model, mesh=spec, rules=rules, strict=strict, scan_layers=scan_layers)
         attention = explain_attention(
             model, mesh=spec, rules=rules, attention=asked, platform=platform, dtype=float_dtype(dtype, "--dtype")
         )

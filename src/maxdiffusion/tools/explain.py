@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +14,17 @@ from maxdiffusion.common_types import BlockSizes, LogicalAxisRules
 from maxdiffusion.errors import MeshError
 from maxdiffusion.kernels.attention.select import choose
 from maxdiffusion.kernels.halo import plan_bands
+from maxdiffusion.log import say_once
 from maxdiffusion.models.registry import lookup
 from maxdiffusion.nn.attention import attention_calls
 from maxdiffusion.nn.conv import conv_calls
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.mesh import abstract_mesh
+from maxdiffusion.parallel.pipeline import say_idle, stage_axes
 from maxdiffusion.parallel.report import Report
 from maxdiffusion.specs import AttentionSpec, MeshSpec
+
+log = logging.getLogger(__name__)
 
 
 def explain(
@@ -28,6 +33,7 @@ def explain(
     mesh: MeshSpec | Mesh,
     rules: LogicalAxisRules | str | None = None,
     strict: bool = False,
+    scan_layers: bool | None = None,
 ) -> Report:
     """The report of a registry model's parameters on a mesh.
 
@@ -36,14 +42,29 @@ def explain(
         mesh: sizes of the mesh axes (the data axis counts as 1 where it has none), or a mesh.
         rules: rules that come before the defaults, the name of a preset, or None.
         strict: refuse a layout that is not as the rules wish.
+        scan_layers: as the model's keyword; None stacks the blocks where the mesh has stages, and says so.
 
     Returns:
         A row for each parameter, and the totals.
 
     Raises:
         UsageError: the model, a mesh axis or a rule is unknown; under `strict`, a wish is not met.
+
+    Warns:
+        LayoutWarning: the mesh has stages, and `scan_layers` is False.
     """
-    return _layout(mesh, rules, strict=strict).report(*lookup(model).build().abstract_params())
+    layout = _layout(mesh, rules, strict=strict)
+    stages = stage_axes(layout)
+    if scan_layers is None and stages:
+        say_once(
+            log,
+            f"explain: blocks are stacked, as the stages of mesh {layout.written(stages)} need: scan_layers=True "
+            "(--scan-layers) pins it, and a model or recipe has to say it too",
+        )
+    if scan_layers is False and stages:
+        say_idle(layout, stages, "scan_layers=False stacks no blocks: write scan_layers=True")
+    stacked = bool(stages) if scan_layers is None else scan_layers
+    return layout.report(*lookup(model).build(scan_layers=stacked).abstract_params())
 
 
 @dataclass(frozen=True, kw_only=True)
