@@ -87,6 +87,22 @@ def test_batch_that_does_not_divide_is_reported(data_model):
     assert y.sharding.spec == P(None, None, "model")
 
 
+def test_what_does_not_divide_is_said_once_and_how_far_it_is_cut(devices):
+    """6 samples on 2 x 2 devices, as three arrays of other names, from two places."""
+    layout = Layout.of(Mesh(devices.reshape(2, 2, 2), ("data", "fsdp", "tensor")))
+    x = jnp.ones((6, 4, 4))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        y = layout.constrain(x, *STREAM)
+        layout.constrain(x, "activation_batch", "activation_kv_length", None)
+        layout.constrain(x[..., 0], "activation_batch", "activation_length")
+    assert y.sharding.spec == P("data", None, None)
+    assert [str(one.message) for one in caught] == [
+        "activation_batch of 6 does not divide by data x fsdp=4 (nearest sizes that do: 4 or 8); "
+        "it is cut by data=2 only"
+    ]
+
+
 def test_strict_makes_reports_errors(data_model):
     layout = Layout.of(data_model, PAGE_RULES, strict=True)
     with pytest.raises(IndivisibleError, match="3 does not divide by data=4"):

@@ -133,14 +133,18 @@ class Layout:
             MeshError: `x` lives on a mesh of another number of devices.
 
         Warns:
-            LayoutWarning: a dimension does not divide by its mesh axes and stays whole along them.
+            LayoutWarning: a dimension does not divide by its mesh axes and stays whole along the last of them, or all;
+                once for its size and these axes.
         """
         _check_rank(x.shape, names)  # type: ignore[attr-defined]
         resolution = self.resolve(*names, shape=x.shape)  # type: ignore[attr-defined]
         if self.mesh is None:
             return x
         for note in resolution.notes:
-            warnings.warn(f"activation {names}: {note.text}; it stays whole there", LayoutWarning, stacklevel=2)
+            cut = resolution.axes[names.index(note.logical)]
+            end = f"it is cut by {self.written(cut)} only" if cut else "it stays whole there"
+            # From this line and without the array's names: python shows a text once a line, whatever array it is of.
+            warnings.warn(f"{note.text}; {end}", LayoutWarning, stacklevel=1)
         return self._place(x, resolution.axes)
 
     def use(self, param: T, *names: str | None) -> T:

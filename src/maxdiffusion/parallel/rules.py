@@ -278,5 +278,5 @@ def _indivisible(logical: str, axes: tuple[str, ...], sizes: Mapping[str, int], 
     total = math.prod(sizes[axis] for axis in axes)
     below, above = size // total * total, -(-size // total) * total
     legal = f"{below} or {above}" if below else f"{above}"
-    text = f"{logical} of {size} does not divide by {'x'.join(axes)}={total} (nearest sizes that do: {legal})"
+    text = f"{logical} of {size} does not divide by {' x '.join(axes)}={total} (nearest sizes that do: {legal})"
     return Note(kind="indivisible", logical=logical, wanted=axes, text=text)

@@ -152,8 +152,9 @@ def test_each_device_computes_its_own_rows_and_heads(devices: np.ndarray, axes: 
 
 def test_batch_and_heads_that_do_not_divide(data_model: Mesh) -> None:
     args, mask = arrays((3, 40, 3, 8), 40), key_mask(3, 40)
-    with pytest.warns(LayoutWarning, match="activation_batch"):
+    with pytest.warns(LayoutWarning, match="activation_(batch|heads) of 3 does not divide") as said:
         found, _ = on_mesh(Layout.of(data_model), args, mask, _FLASH)
+    assert {str(one.message).split()[0] for one in said} == {"activation_batch", "activation_heads"}
     assert max(errors(found, jax.jit(with_grads(dot_product_attention, mask))(*args))) <= F32_LIMIT
     strict = Layout.of(data_model, strict=True)
     with pytest.raises(IndivisibleError):
