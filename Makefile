@@ -54,7 +54,7 @@ demo: setup
 	@echo "demo: now paint something: $(BIN)/maxdiffusion generate \"a red apple, flat style\" --from $(DEMO) -n 4"
 
 test: setup
-	@echo "test: all but the slow ones, on 8 virtual devices; in two processes, one for the meshes and one for the rest"
+	@echo "test: all but the slow ones, on 8 virtual devices; in two processes, one for whole runs and one for parts of models"
 	@$(BIN)/python -m pytest -n 2 --dist loadscope -m "not slow" $(ARGS)
 
 test-full: setup

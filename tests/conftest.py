@@ -49,6 +49,9 @@ gc.set_threshold(100_000, 50, 100)
 _COMPOSED = ("cli", "docs", "pipelines", "tools", "train")
 """Folders whose tests make meshes of their own."""
 
+_RUNS = ("cli", "docs", "pipelines", "train")
+"""Folders whose tests are about whole runs."""
+
 _NOTHING_RUNS = (
     "cli/test_explain.py",
     "cli/test_traffic.py",
@@ -64,15 +67,19 @@ _NOTHING_RUNS = (
 """Files that only compile for several devices, or run on one of them: no device waits for another."""
 
 
-class _OneProcessForMeshes(LoadScopeScheduling):
-    """Programs on eight devices stay in one of pytest-xdist's processes: two would starve one another's collectives.
+class _TwoProcessesForMeshes(LoadScopeScheduling):
+    """Programs on eight devices stay in two scopes, one for each of pytest-xdist's processes on a machine of two cores.
 
-    The other files go, each as a whole, to the process that is free.
+    Whole runs (with the run that many of their tests share) are one, parts of models the other; what runs on one device
+    goes, file by file, to the process that is free. More than two processes of eight devices would only wait for cores.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
-        return "eight devices" if _on_devices(self.config.rootpath / file) else file
+        path = self.config.rootpath / file
+        if not _on_devices(path):
+            return file
+        return "eight devices: " + ("runs" if path.parent.name in _RUNS else "parts")
 
 
 @functools.cache
@@ -87,7 +94,7 @@ def _on_devices(file: Path) -> bool:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     """The scheduler of `pytest -n 2`."""
-    return _OneProcessForMeshes(config, log)
+    return _TwoProcessesForMeshes(config, log)
 
 
 @pytest.fixture(scope="session")
