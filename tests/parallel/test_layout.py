@@ -87,6 +87,19 @@ def test_batch_that_does_not_divide_is_reported(data_model):
     assert y.sharding.spec == P(None, None, "model")
 
 
+def test_under_strict_a_rule_of_one_s_own_that_does_nothing_is_told_once(devices, caplog):
+    """Not one that stands beside a rule for another mesh, nor the defaults', of which most do nothing here."""
+    mesh = Mesh(devices.reshape(2, 4), ("data", "tensor"))
+    rules = [("embed", "model"), ("mlp", "model"), ("mlp", "tensor"), ("kv", None), ("conv_in", "fsdp")]
+    Layout.of(mesh, rules)
+    assert not caplog.messages
+    for _ in range(2):
+        Layout.of(mesh, rules, strict=True)
+    Layout.of(mesh, "fsdp_tp", strict=True)
+    (said,) = caplog.messages
+    assert said.startswith("layout: the rule ('embed', 'model') does nothing: the mesh data=2") and "no such" in said
+
+
 def test_what_does_not_divide_is_said_once_and_how_far_it_is_cut(devices):
     """6 samples on 2 x 2 devices, as three arrays of other names, from two places."""
     layout = Layout.of(Mesh(devices.reshape(2, 2, 2), ("data", "fsdp", "tensor")))

@@ -143,6 +143,14 @@ def test_wrong_rules_are_refused_with_the_nearest_name(rules, message):
         check_rules(rules, ("data", "model"))
 
 
+def test_the_nearest_axis_is_one_that_the_mesh_has():
+    """`model` is nearer, and known, but a rule that names it would do nothing on the first mesh."""
+    with pytest.raises(RuleError, match=r"mesh axis 'modle' is unknown: valid: data, fsdp, tensor$"):
+        check_rules([("embed", "modle")], ("data", "fsdp", "tensor"))
+    with pytest.raises(RuleError, match="did you mean 'model'"):
+        check_rules([("embed", "modle")], None)
+
+
 def test_unknown_preset_names_the_nearest():
     with pytest.raises(RuleError, match="did you mean 'fsdp_tp'"):
         complete("fsdptp", None)

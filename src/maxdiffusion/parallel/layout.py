@@ -58,7 +58,7 @@ class Layout:
             mesh: the mesh, or None for one device.
             rules: rules that come first (the defaults fill in the logical axes they leave out), the name of a preset,
                 or None for the defaults.
-            strict: make every report an error.
+            strict: make every report an error, and log the rules whose mesh axes this mesh lacks.
 
         Raises:
             RuleError: a rule names an unknown logical axis or mesh axis, or there is no such preset.
@@ -74,6 +74,8 @@ class Layout:
                 raise MeshError(f"mesh {describe(mesh)} has Manual axes: give the mesh from outside the shard_map")
             mesh = auto(mesh)
             _check_used(mesh, complete, strict)
+            if strict and mesh.size > 1 and not isinstance(rules, str):
+                _say_skipped(mesh, complete)
         return cls(mesh=mesh, rules=complete, strict=strict)
 
     @property
@@ -478,6 +480,13 @@ def _check_used(mesh: Mesh | AbstractMesh, rules: LogicalAxisRules, strict: bool
             if strict:
                 raise RuleError(text)
             warnings.warn(text, LayoutWarning, stacklevel=3)
+
+
+def _say_skipped(mesh: Mesh | AbstractMesh, rules: LogicalAxisRules) -> None:
+    for name, wanted in rule_table.without_axes(rules, mesh.axis_names):
+        say_once(
+            log, f"layout: the rule ('{name}', {wanted!r}) does nothing: the mesh {describe(mesh)} has no such axis"
+        )
 
 
 def _refuse(layout: Layout, names: Sequence[str | None], notes: Sequence[Note]) -> None:

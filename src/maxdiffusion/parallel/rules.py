@@ -213,7 +213,8 @@ def check_rules(rules: LogicalAxisRules, mesh_axes: Iterable[str] | None) -> Log
     Raises:
         RuleError: a rule is no pair, or names an unknown logical axis or mesh axis.
     """
-    known = (*KNOWN_MESH_AXES, *(mesh_axes or ()))
+    here = tuple(mesh_axes or ())
+    known = (*KNOWN_MESH_AXES, *here)
     checked = []
     for rule in rules:
         if isinstance(rule, str) or len(rule) != 2 or not isinstance(rule[0], str):
@@ -234,7 +235,7 @@ def check_rules(rules: LogicalAxisRules, mesh_axes: Iterable[str] | None) -> Log
         for axis in axes_of(wanted):
             if axis not in known:
                 raise RuleError(
-                    f"rule ('{logical}', {wanted!r}): mesh axis '{axis}' is unknown: {nearest(axis, known)}"
+                    f"rule ('{logical}', {wanted!r}): mesh axis '{axis}' is unknown: {nearest(axis, here or known)}"
                 )
         if len(set(axes_of(wanted))) != len(axes_of(wanted)):
             raise RuleError(f"rule ('{logical}', {wanted!r}) names a mesh axis twice: name it once")
@@ -261,6 +262,18 @@ def complete(rules: LogicalAxisRules | str | None, mesh_axes: Iterable[str] | No
     own = check_rules(rules, mesh_axes)
     named = {name for name, _ in own}
     return (*own, *(rule for rule in DEFAULT_RULES if rule[0] not in named))
+
+
+def without_axes(rules: LogicalAxisRules, mesh_axes: Iterable[str]) -> LogicalAxisRules:
+    """The user's own rules that do nothing on a mesh: it has no axis of any rule that they give for the logical axis.
+
+    Args:
+        rules: complete; what equals a rule of the defaults is none of the user's own.
+        mesh_axes: axes of the mesh.
+    """
+    here = set(mesh_axes)
+    met = {name for name, wanted in rules if wanted is None or here & set(axes_of(wanted))}
+    return tuple(rule for rule in rules if rule[0] not in met and axes_of(rule[1]) and rule not in DEFAULT_RULES)
 
 
 def _dividing(axes: tuple[str, ...], sizes: Mapping[str, int], size: int) -> tuple[str, ...]:
