@@ -17,7 +17,8 @@ from maxdiffusion.kernels.attention.flash_gpu import _cudnn_refusal
 from maxdiffusion.kernels.attention.reference import dot_product_attention
 from maxdiffusion.kernels.attention.select import KERNELS, attention, choose
 from maxdiffusion.parallel.layout import Layout
-from maxdiffusion.specs import AttentionSpec
+from maxdiffusion.parallel.mesh import abstract_mesh
+from maxdiffusion.specs import AttentionSpec, MeshSpec
 from tests.kernels.attention.cases import (
     F32_LIMIT,
     arrays,
@@ -104,6 +105,11 @@ def test_cudnn_is_chosen_where_it_serves(one: Layout, monkeypatch: pytest.Monkey
     _cudnn_refusal.cache_clear()
     choice = pick()
     assert choice.kernel == "flash_gpu" and "for cuDNN refuses: " in choice.reason
+    planned = Layout.of(abstract_mesh(MeshSpec(data=1), platform="gpu"))
+    choice = pick(layout=planned)
+    assert choice.kernel == "flash_gpu" and "cuDNN on a GPU that has it, if it takes heads of" in choice.reason
+    assert "; else Triton kernel" in choice.reason
+    assert "cuDNN refuses: it takes bfloat16 and float16, not float32" in pick(layout=planned, dtype=jnp.float32).reason
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91_100)
     _cudnn_refusal.cache_clear()
     choice = pick()

@@ -188,6 +188,10 @@ def cudnn_attention(
     return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
 
 
+CUDNN_ABSENT = "cuDNN is not detected"
+"""What jax says where this process has no cuDNN that could be asked."""
+
+
 def cudnn_refusal(
     q_shape: Sequence[int], k_shape: Sequence[int], dtype: DTypeLike, *, masked: bool, ring: bool
 ) -> str | None:
@@ -200,6 +204,8 @@ def cudnn_refusal(
         return "a ring needs its log-sum-exp in float32"
     if masked:
         return "it takes no mask of keys"
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"it takes bfloat16 and float16, not {jnp.dtype(dtype)}"
     return _cudnn_refusal(tuple(q_shape), tuple(k_shape), jnp.dtype(dtype))
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
@@ -21,7 +22,7 @@ from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.errors import UsageError
 from maxdiffusion.kernels.attention.context import Plan, plan_context
 from maxdiffusion.kernels.attention.flash_cpu import FLASH_CPU
-from maxdiffusion.kernels.attention.flash_gpu import FLASH_GPU, WIDEST, cudnn_attention, cudnn_refusal
+from maxdiffusion.kernels.attention.flash_gpu import CUDNN_ABSENT, FLASH_GPU, WIDEST, cudnn_attention, cudnn_refusal
 from maxdiffusion.kernels.attention.flash_tpu import FLASH_TPU
 from maxdiffusion.kernels.attention.local import Inputs, LocalKernel, attend
 from maxdiffusion.kernels.attention.reference import DOT_PRODUCT, check_arguments, dot_product_attention
@@ -158,7 +159,7 @@ def choose(
         parts.append(f"cuDNN{', which ignores flash_block_sizes' if spec.block_sizes else ''}")
     else:
         blocks = spec.block_sizes or KERNELS[kernel].tiles(queries, keys, head_dim)
-        parts.append(f"{what}, for cuDNN refuses: {refusal}" if refusal else what)
+        parts.append(_why_not_cudnn(what, refusal, layout, head_dim) if refusal else what)
         chosen = "" if spec.block_sizes else " chosen for these lengths"
         parts.append(f"tiles of {blocks.block_q} x {blocks.block_k}{chosen}")
     if layout.num_devices > 1:
@@ -302,6 +303,13 @@ def _why_dot_product(num_queries: int, num_keys: int, spec: AttentionSpec, full_
             f"scores of {num_queries} x {num_keys} are computed whole"
         )
     return ""
+
+
+def _why_not_cudnn(what: str, refusal: str, layout: Layout, head_dim: int) -> str:
+    """Why the Triton kernel runs; or, planning for GPUs where no cuDNN can be asked, which of the two would."""
+    if refusal == CUDNN_ABSENT and isinstance(layout.mesh, AbstractMesh):
+        return f"cuDNN on a GPU that has it, if it takes heads of {head_dim} (none is here to ask); else {what}"
+    return f"{what}, for cuDNN refuses: {refusal}"
 
 
 def _told(q_shape: Sequence[int], plan: Plan) -> list[str]:
