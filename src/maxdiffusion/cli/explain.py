@@ -22,7 +22,12 @@ LARGEST = 20
 def explain(  # noqa: PLR0913  (an argument is an option of the command line)
     model: Annotated[str, typer.Option("--model", metavar="NAME", help="Name of the model, such as sdxl.")],
     mesh: Annotated[
-        str, typer.Option("--mesh", metavar="SIZES", help="Devices on each mesh axis, such as fsdp=8; none are needed.")
+        str,
+        typer.Option(
+            "--mesh",
+            metavar="SIZES",
+            help="Devices on each mesh axis, such as fsdp=8; none are needed. Other axis names: explain() in Python.",
+        ),
     ],
     rules: Rules = None,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse a layout that is not as the rules wish.")] = False,
