@@ -71,9 +71,8 @@ def test_a_run_has_everything_in_its_folder(trained: TrainResult) -> None:
         assert line["step_memory"] > 0 and line["host_memory"] > line["step_memory"]
     np.testing.assert_allclose(trained.loss, np.mean(losses), rtol=1e-6)
     assert "<h2>Samples</h2>" in (trained.run / "report.html").read_text(encoding="utf-8")
-    assert [sorted(line) for line in lines if "held_out_loss" in line] == [
-        ["held_out_loss", "step", "unconditional_loss"]
-    ]
+    measured = ["held_out_loss", "held_out_loss_by_time", "pictures_frechet", "retrieval", "step", "unconditional_loss"]
+    assert [sorted(line) for line in lines if "held_out_loss" in line] == [measured]
     assert trained.samples == trained.run / "samples" / "step-000006.png"
     text = read_text(trained.samples)
     assert text["prompts"] == "a red apple, flat style\na fox, noto style"
