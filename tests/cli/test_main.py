@@ -69,3 +69,19 @@ def test_help_and_print_config_import_no_jax() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
+
+
+def test_ctrl_c_ends_the_process_while_programs_run() -> None:
+    """A device still works when Python would close down: it would be waited for, or XLA would abort with a message."""
+    program = (
+        "import sys, jax, jax.numpy as jnp; from maxdiffusion.cli import main as module\n"
+        "busy = jax.jit(lambda x: jax.lax.fori_loop(0, 10**7, lambda i, x: jnp.sin(x @ x), x))\n"
+        "def verb(**_):\n"
+        "    busy(jnp.ones((256, 256)))\n"
+        "    raise KeyboardInterrupt\n"
+        "module.app = verb\n"
+        "module.run()"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (130, "interrupted")

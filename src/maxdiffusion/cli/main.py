@@ -6,11 +6,12 @@ Exit status: 0 ok, 1 a check failed, 2 wrong usage, 3 another host is gone, 130 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -58,6 +59,19 @@ def _options(
     ] = False,
 ) -> None:
     """Options before the verb."""
+
+
+def run() -> NoReturn:
+    """The program `maxdiffusion`: ends this process with the status of `main`.
+
+    After Ctrl-C it ends at once: what still compiles or runs would make XLA abort while Python closes down.
+    """
+    status = main()
+    if status == INTERRUPTED:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def main(args: Sequence[str] | None = None) -> int:
