@@ -77,7 +77,7 @@ def test_a_run_has_everything_in_its_folder(trained: TrainResult) -> None:
     text = read_text(trained.samples)
     assert text["prompts"] == "a red apple, flat style\na fox, noto style"
     assert (text["step"], text["steps"]) == ("6", "2")
-    assert load_run(trained.run).recipe == run_recipe(trained.run)
+    assert load_run(trained.run).recipe == run_recipe(trained.run, "train.eval_pictures=1")
     assert trained.compile_seconds > 0 and trained.images_per_second > 0
 
 

@@ -74,11 +74,16 @@ def explain(  # noqa: PLR0913  (an argument is an option of the command line)
     for axis, size in mesh_sizes(mesh).items():
         check_counted(axis, size)
     with output.reserved():
-        report = run(model, mesh=spec, rules=rules, strict=strict, scan_layers=scan_layers)
+        report = run(model, mesh=spec, logical_axis_rules=rules, strict=strict, scan_layers=scan_layers)
         attention = explain_attention(
-            model, mesh=spec, rules=rules, attention=asked, platform=platform, dtype=float_dtype(dtype, "--dtype")
+            model,
+            mesh=spec,
+            logical_axis_rules=rules,
+            attention=asked,
+            platform=platform,
+            dtype=float_dtype(dtype, "--dtype"),
         )
-        convolutions = explain_convolutions(model, mesh=spec, rules=rules)
+        convolutions = explain_convolutions(model, mesh=spec, logical_axis_rules=rules)
     shape = {axis: size for axis, size in spec.shape().items() if size > 1}
     sizes = ",".join(f"{axis}={size}" for axis, size in shape.items()) or "data=1"
     if as_json:

@@ -47,7 +47,9 @@ def verify(
 
     progress = _Progress(model, mesh)
     with output.reserved(), devices.mesh_cure(spec):
-        result = run(model, mesh=spec, rules=rules, every=every, on_start=progress.start, on_cell=progress.cell)
+        result = run(
+            model, mesh=spec, logical_axis_rules=rules, every=every, on_start=progress.start, on_cell=progress.cell
+        )
     if as_json:
         cells = [as_row(cell) for cell in result.cells]
         output.show_json({"model": result.model, "mesh": result.mesh, "ok": result.ok, "cells": cells})

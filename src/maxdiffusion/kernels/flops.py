@@ -7,7 +7,7 @@ every mesh, nothing that a backward pass computes again. A multiplication and an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -90,10 +90,19 @@ def _of_equation(equation: core.JaxprEqn, read: list[bool]) -> tuple[int, list[b
     return 0, [any(read)] * len(equation.outvars)
 
 
+def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many arrays every turn of a scan reads, and how many it carries, from the parameters of its equation."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    # jax 0.12 and later keep the trees of the arguments instead.
+    consts, carried, _ = params["ft_in"].unpack()
+    return len(consts), len(carried)
+
+
 def _of_scan(params: Any, read: list[bool]) -> tuple[int, list[bool]]:
-    consts, carried, length = params["num_consts"], params["num_carry"], params["length"]
+    consts, carried = scan_sizes(params)
     total, written = _until_settled(params["jaxpr"].jaxpr, read, consts, carried)
-    return length * total, written
+    return params["length"] * total, written
 
 
 def _until_settled(jaxpr: core.Jaxpr, read: list[bool], consts: int, carried: int) -> tuple[int, list[bool]]:

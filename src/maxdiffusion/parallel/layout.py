@@ -492,7 +492,11 @@ def _say_skipped(mesh: Mesh | AbstractMesh, rules: LogicalAxisRules) -> None:
 def _refuse(layout: Layout, names: Sequence[str | None], notes: Sequence[Note]) -> None:
     if layout.strict and notes:
         error = IndivisibleError if any(note.kind == "indivisible" for note in notes) else RuleError
-        raise error(f"{tuple(names)}: {'; '.join(note.text for note in notes)} (strict)")
+        whole = " and ".join(dict.fromkeys(f"('{note.logical}', None)" for note in notes))
+        raise error(
+            f"{tuple(names)}: {'; '.join(note.text for note in notes)} (strict: the rule {whole} before the others "
+            "leaves it whole, or leave strict out)"
+        )
 
 
 @functools.lru_cache(maxsize=65536)

@@ -31,7 +31,7 @@ def explain(
     model: str,
     *,
     mesh: MeshSpec | Mesh,
-    rules: LogicalAxisRules | str | None = None,
+    logical_axis_rules: LogicalAxisRules | str | None = None,
     strict: bool = False,
     scan_layers: bool | None = None,
 ) -> Report:
@@ -40,7 +40,7 @@ def explain(
     Args:
         model: registry name, such as `sdxl`.
         mesh: sizes of the mesh axes (the data axis counts as 1 where it has none), or a mesh.
-        rules: rules that come before the defaults, the name of a preset, or None.
+        logical_axis_rules: rules that come before the defaults, the name of a preset, or None.
         strict: refuse a layout that is not as the rules wish.
         scan_layers: as the model's keyword; None stacks the blocks where the mesh has stages, and says so.
 
@@ -53,7 +53,7 @@ def explain(
     Warns:
         LayoutWarning: the mesh has stages, and `scan_layers` is False.
     """
-    layout = _layout(mesh, rules, strict=strict)
+    layout = _layout(mesh, logical_axis_rules, strict=strict)
     stages = stage_axes(layout)
     if scan_layers is None and stages:
         say_once(
@@ -98,7 +98,7 @@ def explain_attention(
     model: str,
     *,
     mesh: MeshSpec | Mesh,
-    rules: LogicalAxisRules | str | None = None,
+    logical_axis_rules: LogicalAxisRules | str | None = None,
     attention: AttentionSpec | None = None,
     platform: str | None = None,
     dtype: DTypeLike = jnp.float32,
@@ -108,7 +108,7 @@ def explain_attention(
     Args:
         model: registry name, such as `sdxl`.
         mesh: sizes of the mesh axes (the data axis counts as 1 where it has none), or a mesh.
-        rules: rules that come before the defaults, the name of a preset, or None.
+        logical_axis_rules: rules that come before the defaults, the name of a preset, or None.
         attention: what the user would ask for; None is what a model does when nothing is said.
         platform: `cpu`, `gpu` or `tpu` that a mesh of sizes would be on; None is that of this process.
         dtype: that the model computes in.
@@ -116,7 +116,7 @@ def explain_attention(
     Raises:
         UsageError: the model, a mesh axis or a rule is unknown, or an exchange that was asked for cannot be.
     """
-    layout, spec = _layout(mesh, rules, strict=False, platform=platform), attention or AttentionSpec()
+    layout, spec = _layout(mesh, logical_axis_rules, strict=False, platform=platform), attention or AttentionSpec()
     network = lookup(model).build(dtype=dtype)
 
     def call(params: Any, inputs: Any) -> Any:
@@ -173,14 +173,14 @@ class ConvolutionRow:
 
 
 def explain_convolutions(
-    model: str, *, mesh: MeshSpec | Mesh, rules: LogicalAxisRules | str | None = None
+    model: str, *, mesh: MeshSpec | Mesh, logical_axis_rules: LogicalAxisRules | str | None = None
 ) -> tuple[ConvolutionRow, ...]:
     """How each convolution of a registry model would lie on a mesh, for inputs of the model's usual size.
 
     Args:
         model: registry name, such as `sdxl`.
         mesh: sizes of the mesh axes (the data axis counts as 1 where it has none), or a mesh.
-        rules: rules that come before the defaults, the name of a preset, or None.
+        logical_axis_rules: rules that come before the defaults, the name of a preset, or None.
 
     Returns:
         A row for each; none where no rule cuts the rows of feature maps on this mesh.
@@ -188,7 +188,7 @@ def explain_convolutions(
     Raises:
         UsageError: the model, a mesh axis or a rule is unknown.
     """
-    layout, network = _layout(mesh, rules, strict=False), lookup(model).build()
+    layout, network = _layout(mesh, logical_axis_rules, strict=False), lookup(model).build()
     if not layout.resolve("activation_height").axes[0]:
         return ()
 
@@ -230,7 +230,11 @@ def check_counted(axis: str, size: int) -> None:
 
 
 def _layout(
-    mesh: MeshSpec | Mesh, rules: LogicalAxisRules | str | None, *, strict: bool, platform: str | None = None
+    mesh: MeshSpec | Mesh,
+    logical_axis_rules: LogicalAxisRules | str | None,
+    *,
+    strict: bool,
+    platform: str | None = None,
 ) -> Layout:
     if isinstance(mesh, MeshSpec):
         rest = "data" if "data" in mesh.axes else mesh.axes[0]
@@ -238,4 +242,4 @@ def _layout(
             if axis != rest:  # a spec gives that axis -1 where nothing was said
                 check_counted(axis, size)
     known = abstract_mesh(mesh, platform=platform) if isinstance(mesh, MeshSpec) else mesh
-    return Layout.of(known, rules, strict=strict)
+    return Layout.of(known, logical_axis_rules, strict=strict)

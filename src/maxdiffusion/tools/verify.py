@@ -130,7 +130,7 @@ def verify(
     model: str,
     *,
     mesh: MeshSpec | Mesh,
-    rules: LogicalAxisRules | str | None = None,
+    logical_axis_rules: LogicalAxisRules | str | None = None,
     every: bool = False,
     only: Sequence[Setting] | None = None,
     on_start: Callable[[int], None] = lambda number: None,
@@ -141,7 +141,7 @@ def verify(
     Args:
         model: registry name.
         mesh: sizes of the mesh axes for the devices there are, or a mesh.
-        rules: rules that come before the defaults, the name of a preset, or None.
+        logical_axis_rules: rules that come before the defaults, the name of a preset, or None.
         every: every combination of settings; False takes a set in which each pair of values occurs.
         only: these settings and no others.
         on_start: called once, with the number of settings.
@@ -153,7 +153,7 @@ def verify(
     devices = build_mesh(mesh) if isinstance(mesh, MeshSpec) else mesh
     spec = lookup(model)
     build = functools.partial(spec.build, "tiny", precision="highest")
-    probe = build(mesh=devices, logical_axis_rules=rules, scan_layers=True)
+    probe = build(mesh=devices, logical_axis_rules=logical_axis_rules, scan_layers=True)
     stages = num_stages(probe.layout)
     if stages > 1:
         # Two layers a stage, so that a circular schedule has two rounds.
@@ -175,7 +175,7 @@ def verify(
         began = time.perf_counter()
         tried = build(
             mesh=devices,
-            logical_axis_rules=rules,
+            logical_axis_rules=logical_axis_rules,
             attention_kernel=setting.attention,
             flash_min_seq_length=0,
             context_attention=setting.context,

@@ -20,6 +20,7 @@ from jax.extend.core import primitives
 from jaxtyping import Array, Bool
 
 from maxdiffusion.diffusion.loss import weighted_sum
+from maxdiffusion.kernels.flops import scan_sizes
 from maxdiffusion.train.state import TrainState
 from maxdiffusion.train.step import Examples, Objective
 
@@ -199,7 +200,7 @@ def _watch(
 
 def _watch_scan(params: Any, read: Sequence[Any], scope: str, backward: bool) -> tuple[list[Any], list[Any], Seen]:
     """Runs a scan; the flags of its turns are stacked."""
-    num_consts, num_carry, body = params["num_consts"], params["num_carry"], params["jaxpr"]
+    (num_consts, num_carry), body = scan_sizes(params), params["jaxpr"]
     fixed, carry, inputs = read[:num_consts], read[num_consts : num_consts + num_carry], read[num_consts + num_carry :]
     seen: list[Seen] = []
 
