@@ -14,6 +14,13 @@ from maxdiffusion.errors import MeshError, UsageError, nearest
 MESH_AXES = ("stage", "data", "fsdp", "cfg", "context", "tensor")
 """Axes of a mesh that we build, outermost first: neighbours on the last axis talk the most."""
 
+THREADS_PER_DEVICE = 4
+"""Threads that XLA's CPU runtime gets for each virtual device.
+
+A collective blocks a thread until all devices have come, and a device runs collectives that do not depend on each other
+at once: with one thread a device, which a small machine gets from XLA, some devices can hold all threads while they
+wait for the others, for ever."""
+
 AttentionKernel = Literal["dot_product", "flash"]
 ContextAttention = Literal["auto", "gather", "ring", "ulysses", "hybrid"]
 RematPolicy = Literal["none", "minimal", "full", "offload"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -16,7 +17,8 @@ from maxdiffusion.specs import MeshSpec
 
 def _count_in_a_new_process(program: str, **environment: str) -> str:
     names = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "NPROC")
-    env = {name: value for name, value in os.environ.items() if name not in names} | environment
+    kept = {name: value for name, value in os.environ.items() if name not in names and "MALLOC" not in name}
+    env = kept | environment
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
     return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
 
@@ -38,6 +40,18 @@ def test_every_device_has_threads_to_wait_in_beside_those_that_work() -> None:
         "sys.stdout.write(str(sum('Eigen' in name for name in names)))"
     )
     assert int(_count_in_a_new_process(program, JAX_PLATFORMS="cpu")) >= 4 * 64
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc, whose settings these are")
+def test_memory_of_large_blocks_is_cleared_once_unless_the_user_says_how() -> None:
+    program = (
+        "from maxdiffusion.cli import devices; devices.make_virtual_devices(None); import numpy as np, resource, sys; "
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt; np.ones(400_000); before = faults(); "
+        "[np.ones(400_000).size for _ in range(50)]; sys.stdout.write(str(faults() - before))"
+    )
+    kept = int(_count_in_a_new_process(program, JAX_PLATFORMS="cpu"))
+    own = int(_count_in_a_new_process(program, JAX_PLATFORMS="cpu", MALLOC_MMAP_THRESHOLD_="65536"))
+    assert kept < own / 4
 
 
 def test_the_same_number_in_the_flags_is_no_conflict() -> None:

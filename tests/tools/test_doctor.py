@@ -58,6 +58,7 @@ def test_a_sound_machine_has_nothing_broken(tmp_path: Path) -> None:
         ({"XLA_FLAGS": "xla_foo=1"}, "flags", "broken", "'xla_foo=1', which is no flag"),
         ({"XLA_FLAGS": "--a=1 --a=2"}, "flags", "note", "--a=1 and --a=2: the last one wins"),
         ({"JAX_ENABLE_X64": "1"}, "flags", "note", "JAX_ENABLE_X64 is set"),
+        ({"JAX_NUM_CPU_DEVICES": "8", "NPROC": "16"}, "flags", "note", "8 CPU devices share 16 threads"),
         (
             {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_NUM_CPU_DEVICES": "4"},
             "flags", "broken", "XLA_FLAGS asks for 8 CPU devices and JAX_NUM_CPU_DEVICES for 4",

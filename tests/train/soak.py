@@ -23,8 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
-from maxdiffusion.cli.devices import PATIENCE, THREADS_PER_DEVICE
+from maxdiffusion.cli.devices import PATIENCE
 from maxdiffusion.pipelines.checkpoint_folder import CHECKPOINTS, checkpoint_steps, flaw
+from maxdiffusion.specs import THREADS_PER_DEVICE
 from tests.train.runs import WORDS, read_bits, read_lines
 
 STEPS = {"unet": 150, "flux": 150}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
+import platform
 import re
 from collections.abc import Iterator
 
 from maxdiffusion.errors import MeshError, UsageError
-from maxdiffusion.specs import MeshSpec
+from maxdiffusion.specs import THREADS_PER_DEVICE, MeshSpec
 
 _FORCED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
@@ -19,12 +21,8 @@ PATIENCE = (
 )
 """Virtual devices share the cores: on a busy machine the last one reaches a collective late, which is no deadlock."""
 
-THREADS_PER_DEVICE = 4
-"""Threads that XLA's CPU runtime gets for each virtual device.
-
-A collective blocks a thread until all devices have come, and a device runs collectives that do not depend on each other
-at once: with one thread a device, which a small machine gets from XLA, some devices can hold all threads while they
-wait for the others, for ever."""
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+"""Parameters of glibc's `mallopt`, from its malloc.h."""
 
 
 def make_virtual_devices(count: int | None) -> None:
@@ -36,9 +34,11 @@ def make_virtual_devices(count: int | None) -> None:
     Raises:
         UsageError: the platform is not the CPU, or another number of devices is already asked for.
     """
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if platforms == "cpu" or count is not None:
+        keep_freed_memory()
     if count is None:
         return
-    platforms = os.environ.get("JAX_PLATFORMS", "")
     flags = os.environ.get("XLA_FLAGS", "")
     if platforms and not platforms.startswith("cpu"):
         raise UsageError(_not_cpu(count, platforms.partition(",")[0]))
@@ -61,6 +61,19 @@ def make_virtual_devices(count: int | None) -> None:
             raise UsageError(f"{count} virtual devices: jax has started already, make them before it does") from error
     if platforms != "cpu" and jax.default_backend() != "cpu":
         raise UsageError(_not_cpu(count, jax.default_backend()))
+
+
+def keep_freed_memory() -> None:
+    """Lets the C library keep large blocks that are freed, for XLA's CPU runtime takes its buffers anew at every call.
+
+    Without it, each step gives its memory back and has it cleared page by page again by the system. Settings of the
+    user's (`MALLOC_...` or `GLIBC_TUNABLES`) are left alone, and so is a C library other than glibc.
+    """
+    if platform.libc_ver()[0] != "glibc" or any(name.startswith(("MALLOC_", "GLIBC_")) for name in os.environ):
+        return
+    libc = ctypes.CDLL(None)
+    for parameter, size in ((_M_MMAP_THRESHOLD, 2**30), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 2**26)):
+        libc.mallopt(parameter, size)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maxdiffusion.errors import UsageError, nearest
+from maxdiffusion.specs import THREADS_PER_DEVICE
 
 State = Literal["ok", "note", "broken"]
 
@@ -264,6 +265,13 @@ def _flags(scene: Scene) -> Iterator[Finding]:
     if forced is not None and number is not None and number != str(forced):
         text = f"XLA_FLAGS asks for {forced} CPU devices and JAX_NUM_CPU_DEVICES for {number}"
         yield Finding(check="flags", state="broken", found=text, cure="unset one of them")
+    devices, threads = forced or int(number or 1), scene.environ.get("NPROC")
+    if devices > 1 and int(threads or os.cpu_count() or 1) < THREADS_PER_DEVICE * devices:
+        text = (
+            f"{devices} CPU devices share {threads or os.cpu_count()} threads, and collectives that wait can hold all"
+        )
+        cure = f"set NPROC={THREADS_PER_DEVICE * devices}, or use --virtual-devices {devices}, which does"
+        yield Finding(check="flags", state="note", found=text, cure=cure)
     if scene.environ.get("JAX_ENABLE_X64", "").lower() in ("1", "true", "on", "yes", "t", "y"):
         text = "JAX_ENABLE_X64 is set: numbers become float64, at twice the memory and more than twice the time"
         yield Finding(check="flags", state="note", found=text, cure="unset JAX_ENABLE_X64")
