@@ -11,15 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 from collections import Counter
 from typing import Any, get_args, get_type_hints
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-
 import jax
 
+from maxdiffusion.cli.devices import make_virtual_devices
 from maxdiffusion.config.load import load_recipe
 from maxdiffusion.config.schema import TrainSection
 from maxdiffusion.parallel.mesh import build_mesh
@@ -50,6 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     as_json = parser.parse_args().json
+    make_virtual_devices(8)
     recipe = load_recipe("pictures", ["mesh=fsdp=8"]).recipe
     subject = text_to_image_of(recipe, mesh=build_mesh(recipe.mesh_spec), vocab_size=2048, max_length=16)
     rows = []

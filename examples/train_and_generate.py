@@ -5,13 +5,11 @@ python examples/train_and_generate.py
 
 from __future__ import annotations
 
-import jax
+import maxdiffusion
+from maxdiffusion.cli.devices import make_virtual_devices
+from maxdiffusion.config.load import load_recipe
 
-jax.config.update("jax_num_cpu_devices", 8)  # before jax starts; leave it out where there are accelerators
-
-import maxdiffusion  # noqa: E402
-from maxdiffusion.config.load import load_recipe  # noqa: E402
-
+make_virtual_devices(8)  # before anything runs; leave it out where there are accelerators
 words = ["mesh=data=4,tensor=2", "train.steps=20", "train.warmup_steps=5", "train.eval_every=0", "run=runs/example"]
 recipe = load_recipe("pictures-demo", [*words, "resume=true"]).recipe
 trained = maxdiffusion.train(recipe)  # type: ignore[operator]

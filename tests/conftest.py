@@ -46,11 +46,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(100_000, 50, 100)
 
 
-_COMPOSED = ("cli", "docs", "pipelines", "tools", "train")
-"""Folders whose tests make meshes of their own."""
-
 _RUNS = ("cli", "docs", "pipelines", "train")
-"""Folders whose tests are about whole runs."""
+"""Folders whose tests are about whole runs, with meshes of their own."""
+
+_COMPOSED = (*_RUNS, "tools")
+"""Folders whose tests make meshes of their own."""
 
 _NOTHING_RUNS = (
     "cli/test_explain.py",

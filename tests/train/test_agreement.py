@@ -62,10 +62,6 @@ def test_a_host_that_does_not_come_is_named() -> None:
         agree(first, "set-up", {}, seconds=0.05)
 
 
-def test_alone_nothing_happens() -> None:
-    agree(None, "set-up", {"seed": "0"})
-
-
 def test_facts_know_every_value_and_every_picture() -> None:
     mesh = Mesh(np.array(jax.devices()), ("data",))
     samples, others = (Fingerprint.of(pictures(names, size=8)) for names in (("lemon", "fox"), ("lemon", "rose")))

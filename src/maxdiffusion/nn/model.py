@@ -231,9 +231,9 @@ class DiffusionModel(nn.Module, kw_only=True):
         with self.layout.scope():
             return initial_values(self._boxed(), rng, self.layout)
 
-    def _boxed(self) -> Tree:
-        """Boxed shapes; from a copy that knows no mesh, since the dummy batch of one divides by none."""
-        single = self.clone(
+    def alone(self) -> Self:
+        """A copy that computes the same without mesh, kernel or rematerialisation: to ask for shapes, or count work."""
+        return self.clone(
             parent=None,
             mesh=None,
             logical_axis_rules=None,
@@ -241,6 +241,10 @@ class DiffusionModel(nn.Module, kw_only=True):
             remat_policy="none",
             remat_save=(),
         )
+
+    def _boxed(self) -> Tree:
+        """Boxed shapes; the dummy batch of one divides by no mesh."""
+        single = self.alone()
 
         def init(inputs: Tree) -> Tree:
             return single.init(jax.random.key(0), **inputs)["params"]

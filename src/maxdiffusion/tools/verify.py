@@ -262,7 +262,7 @@ def _example(model: DiffusionModel, batch: int, masked: bool) -> tuple[Any, Floa
         seen[:, 0] = True
         seen[0] = np.arange(_TEXT) == 0  # one token is left, so that whole parts of a sequence hide
         inputs[name] = seen
-    single = model.clone(mesh=None, logical_axis_rules=None, attention_kernel="dot_product", parent=None)
+    single = model.alone()
     params = jax.eval_shape(lambda: single.init(jax.random.key(0), **inputs))
     like = jax.tree.leaves(jax.eval_shape(lambda tree: single.apply(tree, **inputs), params))[0]
     return inputs, random.standard_normal(like.shape, np.float32)

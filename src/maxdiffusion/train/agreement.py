@@ -28,14 +28,14 @@ class DisagreementError(UsageError):
     """Hosts would train different things; the message names the odd one and what differs."""
 
 
-def agree(board: Board | None, topic: str, facts: Mapping[str, str], *, seconds: float = PATIENCE) -> None:
-    """Compares the facts of all hosts; with a single one nothing happens.
+def agree(board: Board, topic: str, facts: Mapping[str, str], *, seconds: float = PATIENCE) -> None:
+    """Compares the facts of all hosts.
 
     Host 0 reads what every host has pinned to the board and pins the verdict, so that the board carries each fact twice
     and not once for every pair of hosts.
 
     Args:
-        board: of all hosts; None with a single one.
+        board: of all hosts.
         topic: name of the check; each is done once.
         facts: names and values that must be the same everywhere; a name that a host lacks differs too.
         seconds: to wait for the last host.
@@ -44,8 +44,6 @@ def agree(board: Board | None, topic: str, facts: Mapping[str, str], *, seconds:
         DisagreementError: they differ; raised on every host.
         UsageError: a host did not come to the check.
     """
-    if board is None:
-        return
     board.write(f"agree-{topic}/{board.host}", json.dumps(dict(facts)))
     if board.host == 0:
         said = {}

@@ -52,8 +52,7 @@ def peak_tflops(kind: str) -> float | None:
 def step_flops(objective: Objective, shapes: TrainState, examples: Examples) -> int:
     """FLOPs of products and convolutions in the model's forward and backward pass of a batch, over all devices.
 
-    Counted on a copy of the model that knows no mesh, kernel or rematerialisation: what those add is no work of the
-    model.
+    Counted on the model alone: what mesh, kernel and rematerialisation add is no work of the model.
 
     Args:
         objective: of the training.
@@ -61,15 +60,8 @@ def step_flops(objective: Objective, shapes: TrainState, examples: Examples) -> 
         examples: of a batch, as `jax.ShapeDtypeStruct`s.
     """
     subject = objective.text_to_image
-    plain = subject.model.clone(
-        parent=None,
-        mesh=None,
-        logical_axis_rules=None,
-        attention_kernel="dot_product",
-        remat_policy="none",
-        remat_save=(),
-    )
-    same = dataclasses.replace(objective, text_to_image=dataclasses.replace(subject, model=plain))
+    alone = dataclasses.replace(subject, model=subject.model.alone())
+    same = dataclasses.replace(objective, text_to_image=alone)
 
     def bare(tree: Any, dtype: Any = None) -> Any:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype), tree)
