@@ -9,27 +9,29 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
-import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from maxdiffusion.config.load import load_run
-from maxdiffusion.pipelines.packed import WEIGHTS, pack
+from maxdiffusion.pipelines.packed import pack
+from maxdiffusion.pipelines.run_files import METRICS, PACKED_WEIGHTS
+from maxdiffusion.pipelines.shipped import FOLDER
 from maxdiffusion.pipelines.trained import open_trained
 from maxdiffusion.train.evaluate import evaluate_run
 
-FOLDER = Path(__file__).parent.parent / "src" / "maxdiffusion" / "shipped"
 LARGEST = 12_000_000
 KEPT = ("step", "loss", "held_out_loss", "unconditional_loss", "retrieval", "pictures_frechet")
 
 
 def log_of(run: Path, number: int = 60) -> list[dict[str, float]]:
     """About so many lines of a run's metrics, and all those of evaluations."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in (run / METRICS).read_text(encoding="utf-8").splitlines()]
     losses = [line for line in lines if "loss" in line]
     chosen = losses[:: -(-len(losses) // number)] + [line for line in lines if "held_out_loss" in line]
     rows = [{key: line[key] for key in KEPT if key in line} for line in sorted(chosen, key=lambda line: line["step"])]
@@ -43,20 +45,18 @@ def main() -> None:
     args = parser.parse_args()
     recipe = dataclasses.replace(load_run(args.run).recipe, mesh={}, virtual_devices=None)
     trained = open_trained(args.run, recipe)
-    params = jax.tree.map(lambda leaf: np.asarray(leaf), trained.params)
-    folder = pack(FOLDER / args.name, run=args.run, params=params, step=trained.step, figures={})
-    size = (folder / WEIGHTS).stat().st_size
-    if size > LARGEST:
-        sys.exit(f"{size:,} bytes of weights: {LARGEST:,} at most belong into the package")
-    shutil.copy(args.run / "metrics.jsonl", folder / "metrics.jsonl")
-    figures = dataclasses.asdict(evaluate_run(folder, recipe=recipe))
+    model = functools.partial(pack, run=args.run, params=jax.tree.map(np.asarray, trained.params), step=trained.step)
+    with tempfile.TemporaryDirectory() as draft:
+        folder = model(Path(draft) / args.name, figures={})
+        size = (folder / PACKED_WEIGHTS).stat().st_size
+        if size > LARGEST:
+            sys.exit(f"{size:,} bytes of weights: {LARGEST:,} at most belong into the package")
+        figures = dataclasses.asdict(evaluate_run(folder, recipe=recipe))
     for key in ("run", "pictures", "samples", "seconds", "step"):
         figures.pop(key)
-    for left in ("metrics.jsonl", "evaluation.json", "evaluation.png"):
-        (folder / left).unlink(missing_ok=True)
     said = {"seed": recipe.seed, "evaluation": figures, "log": log_of(args.run)}
-    pack(folder, run=args.run, params=params, step=trained.step, figures=said)
-    sys.stderr.write(json.dumps(figures, indent=1, default=str) + "\n")
+    model(FOLDER / args.name, figures=said)
+    sys.stderr.write(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,9 +12,11 @@ from jax.sharding import Mesh
 
 from maxdiffusion.config.load import load_run
 from maxdiffusion.errors import UsageError
-from maxdiffusion.pipelines import packed
+from maxdiffusion.pipelines import packed, shipped
+from maxdiffusion.pipelines.checkpoint_folder import split_place
 from maxdiffusion.pipelines.generate import generate
-from maxdiffusion.pipelines.packed import pack, read_packed, shipped
+from maxdiffusion.pipelines.packed import pack, read_packed
+from maxdiffusion.pipelines.run_files import PACKED_WEIGHTS
 from maxdiffusion.pipelines.run_folder import read_weights, weight_shapes
 from maxdiffusion.pipelines.text_to_image import text_to_image_of
 from maxdiffusion.pipelines.trained import open_trained, read_tokenizer
@@ -50,13 +52,14 @@ def test_pictures_come_from_it_as_from_a_run(model: Path, tmp_path: Path) -> Non
 def test_a_name_of_the_package_stands_for_its_folder(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless there is a folder of that name; its pictures go to where one is."""
-    monkeypatch.setattr(packed, "files", lambda package: model.parent.parent)
-    monkeypatch.setattr(packed, "SHIPPED", model.parent.name)
+    """Unless there is a folder of that name; its pictures do not go into the package."""
+    monkeypatch.setattr(shipped, "FOLDER", model.parent)
     monkeypatch.chdir(tmp_path)
-    assert shipped(model.name) == model and shipped("other") is None and shipped(f"./{model.name}") is None
+    assert split_place(model.name) == (model, None)
+    assert split_place("other") == (Path("other"), None) and split_place(f"./{model.name}") == (Path(model.name), None)
+    assert generate("a fox, noto style", model.name).files[0].parent == Path("generated")
     (tmp_path / model.name).mkdir()
-    assert shipped(model.name) is None
+    assert split_place(model.name) == (Path(model.name), None)
 
 
 def test_what_cannot_be_read_is_refused(model: Path, tmp_path: Path) -> None:
@@ -65,9 +68,9 @@ def test_what_cannot_be_read_is_refused(model: Path, tmp_path: Path) -> None:
     subject = text_to_image_of(other, mesh=None, vocab_size=words.vocab_size, max_length=words.max_length)
     with pytest.raises(UsageError, match=r"is of another model: .* is \(.*\) there and \(.*\) here"):
         read_packed(model, weight_shapes(subject.model))
-    for name in (packed.WEIGHTS, packed.MADE):
+    for name in (PACKED_WEIGHTS, packed.MADE):
         (tmp_path / name).write_bytes((model / name).read_bytes())
-    with (tmp_path / packed.WEIGHTS).open("r+b") as file:
+    with (tmp_path / PACKED_WEIGHTS).open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x7f")
     with pytest.raises(UsageError, match="is damaged"):

@@ -24,6 +24,7 @@ def test_a_run_is_measured_and_the_figures_are_kept(trained: TrainResult) -> Non
     assert result.pictures.is_file()
     kept = json.loads((trained.run / "evaluation.json").read_text())
     assert kept["held_out_loss"] == result.held_out_loss
+    assert "times chance" in (trained.run / "report.html").read_text()
     # The same losses as the training measured at its last step, with the same noise.
     (line,) = [line for line in read_lines(trained.run / "metrics.jsonl") if "held_out_loss" in line]
     np.testing.assert_allclose(

@@ -8,13 +8,17 @@ from typing import Annotated
 import typer
 
 from maxdiffusion.cli.options import Json, Mesh, VirtualDevices
+from maxdiffusion.pipelines.shipped import DEFAULT_MODEL
 
 
 def generate(  # noqa: PLR0913  (an argument is an option of the command line)
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help='What to see, such as "a red apple, flat style".')],
     place: Annotated[
-        str, typer.Option("--from", metavar="RUN[@STEP]", help="Folder that `train` wrote, such as runs/NAME.")
-    ],
+        str,
+        typer.Option(
+            "--from", metavar="RUN[@STEP]", help="Folder that `train` wrote, such as runs/NAME, or a packaged model."
+        ),
+    ] = DEFAULT_MODEL,
     seed: Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Same seed, same pictures.")] = 0,
     num: Annotated[int, typer.Option("-n", "--num", min=1, help="Number of pictures.")] = 1,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to write them.")] = None,

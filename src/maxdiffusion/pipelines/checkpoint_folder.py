@@ -21,6 +21,7 @@ from typing import Any
 from maxdiffusion.config.load import RUN_RECIPE
 from maxdiffusion.errors import MaxDiffusionWarning, UsageError
 from maxdiffusion.paths import as_path, is_remote
+from maxdiffusion.pipelines.shipped import shipped_model
 
 CHECKPOINTS = "checkpoints"
 MANIFEST = "checkpoint.json"
@@ -53,9 +54,14 @@ def checkpoint_steps(run: str | Path) -> list[int]:
 def split_place(place: str | Path) -> tuple[Path, int | None]:
     """The run and the step that `RUN` or `RUN@STEP` names; None for the step stands for the newest.
 
+    The name of a packaged model stands for its folder, which is read as a run is.
+
     Raises:
         UsageError: the run has no checkpoint of that step; the nearest ones are named.
     """
+    own = shipped_model(place)
+    if own is not None:
+        return own, None
     whole = as_path(place)
     run, mark, text = str(place).rpartition("@")
     if not mark or whole.is_dir() or not as_path(run).is_dir():

@@ -18,8 +18,8 @@ from maxdiffusion.data.png import slug, write_png
 from maxdiffusion.data.prompts import unknown_words
 from maxdiffusion.errors import UsageError
 from maxdiffusion.paths import as_path
+from maxdiffusion.pipelines import shipped
 from maxdiffusion.pipelines.checkpoint_folder import recipe_folder, split_place
-from maxdiffusion.pipelines.packed import shipped
 from maxdiffusion.pipelines.text_to_image import sampler
 from maxdiffusion.pipelines.trained import open_trained, read_tokenizer
 
@@ -48,7 +48,7 @@ class GenerateResult:
 
 def generate(
     prompts: str | Sequence[str],
-    run: str | Path,
+    run: str | Path = shipped.DEFAULT_MODEL,
     *,
     seed: int = 0,
     num_images: int = 1,
@@ -78,8 +78,7 @@ def generate(
         raise UsageError("nothing to make: give one prompt or more, and num_images=1 or more")
     if not 0 <= seed <= LARGEST_SEED:
         raise UsageError(f"seed={seed}: write a whole number from 0 to {LARGEST_SEED}")
-    own = shipped(run)
-    run, step = (own, None) if own else split_place(run)
+    run, step = split_place(run)
     if recipe is None:
         recipe = dataclasses.replace(load_run(recipe_folder(run, step)).recipe, mesh={})
     tokenizer = read_tokenizer(run, step)
@@ -89,8 +88,9 @@ def generate(
     draw = sampler(trained.text_to_image, recipe.sample)
     pixels = draw.pictures(trained.params, tokenizer, prompts, num_images=num_images, seed=seed)
     files = []
-    # A model of the package has no folder of the user's own.
-    folder = (as_path(".") if own else as_path(run)) / GENERATED if out is None else as_path(out)
+    # What comes with the package stays as it is.
+    home = Path() if run.is_relative_to(shipped.FOLDER) else run
+    folder = home / GENERATED if out is None else as_path(out)
     for row, index in np.ndindex(pixels.shape[:2]) if jax.process_index() == 0 else ():
         prompt, picture = prompts[row], pixels[row, index]
         text = {
@@ -98,7 +98,7 @@ def generate(
             "seed": seed,
             "index": index,
             "model": recipe.model,
-            "run": as_path(run).resolve().name,
+            "run": run.resolve().name,
             "step": trained.step,
             "solver": recipe.sample.solver,
             "steps": recipe.sample.steps,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +23,15 @@ from maxdiffusion import __version__
 from maxdiffusion.config.load import RUN_RECIPE
 from maxdiffusion.errors import UsageError
 from maxdiffusion.paths import as_path
+from maxdiffusion.pipelines.run_files import PACKED_WEIGHTS
 from maxdiffusion.pipelines.run_folder import TOKENIZER
 
-WEIGHTS = "weights.safetensors"
 MADE = "made.json"
-SHIPPED = "shipped"
-"""Folder of the package that holds models in this form, by their names."""
-
-
-def shipped(place: str | Path) -> Path | None:
-    """The folder of the packaged model of that name; None where there is none, or a folder of that name is here."""
-    name = str(place)
-    folder = Path(str(files("maxdiffusion").joinpath(SHIPPED, name)))
-    known = "/" not in name and (folder / WEIGHTS).is_file()
-    return folder if known and not as_path(place).exists() else None
 
 
 def is_packed(folder: str | Path) -> bool:
     """Whether a folder holds a model in this form."""
-    return (as_path(folder) / WEIGHTS).is_file()
+    return (as_path(folder) / PACKED_WEIGHTS).is_file()
 
 
 def pack(folder: Path, *, run: Path, params: Any, step: int, figures: Mapping[str, Any]) -> Path:
@@ -71,7 +60,7 @@ def pack(folder: Path, *, run: Path, params: Any, step: int, figures: Mapping[st
     folder.mkdir(parents=True, exist_ok=True)
     for name in (RUN_RECIPE, TOKENIZER):
         (folder / name).write_bytes((run / name).read_bytes())
-    (folder / WEIGHTS).write_bytes(stored)
+    (folder / PACKED_WEIGHTS).write_bytes(stored)
     (folder / MADE).write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     return folder
 
@@ -87,9 +76,9 @@ def read_packed(folder: str | Path, like: Any) -> tuple[Any, int]:
         UsageError: a file is damaged, or of another model.
     """
     folder = as_path(folder)
-    stored, made = (folder / WEIGHTS).read_bytes(), json.loads((folder / MADE).read_text(encoding="utf-8"))
+    stored, made = (folder / PACKED_WEIGHTS).read_bytes(), json.loads((folder / MADE).read_text(encoding="utf-8"))
     if hashlib.sha256(stored).hexdigest() != made["sha256"]:
-        raise UsageError(f"{folder / WEIGHTS} is damaged: get it again")
+        raise UsageError(f"{folder / PACKED_WEIGHTS} is damaged: get it again")
     found: dict[str, np.ndarray] = load(stored)
     wanted: dict[str, jax.ShapeDtypeStruct] = flatten_dict(like, sep="/")  # type: ignore[assignment]
     for name in sorted(found.keys() | wanted.keys()):
@@ -97,7 +86,7 @@ def read_packed(folder: str | Path, like: Any) -> tuple[Any, int]:
         there = found[name].shape if name in found else "missing"
         if here != there:
             raise UsageError(
-                f"{folder / WEIGHTS} is of another model: {name} is {there} there and {here} here; keep model, "
+                f"{folder / PACKED_WEIGHTS} is of another model: {name} is {there} there and {here} here; keep model, "
                 "model_config and data as they were"
             )
 

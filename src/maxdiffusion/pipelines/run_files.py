@@ -17,3 +17,6 @@ DIVERGED = "diverged"
 
 BAD_STEP = "bad-step.json"
 """File in there that says what was wrong."""
+
+PACKED_WEIGHTS = "weights.safetensors"
+"""The weights of a packed model, which is a run without the state of its training."""

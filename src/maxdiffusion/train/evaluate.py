@@ -17,12 +17,13 @@ from maxdiffusion.data.pictures import Pictures
 from maxdiffusion.data.png import picture_grid, write_png
 from maxdiffusion.errors import UsageError
 from maxdiffusion.paths import as_path
-from maxdiffusion.pipelines.run_files import EVALUATION, SAMPLES
+from maxdiffusion.pipelines.run_files import EVALUATION, METRICS, SAMPLES
 from maxdiffusion.pipelines.trained import open_trained
 from maxdiffusion.train.feed import built_in, held_out_source
 from maxdiffusion.train.held_out import HeldOutLoss
 from maxdiffusion.train.likeness import Likeness
 from maxdiffusion.train.progress import Reporter
+from maxdiffusion.train.report import write_report
 from maxdiffusion.train.step import objective_of
 
 SHOWN = 16
@@ -80,7 +81,7 @@ class EvaluateResult:
 
 
 def evaluate_run(run: str | Path, *, recipe: Recipe | None = None, num_seeds: int = 8) -> EvaluateResult:
-    """Measures a run's newest weights; writes `evaluation.json` and a picture into its folder.
+    """Measures a run's newest weights; writes `evaluation.json` and a picture into its folder, and its report anew.
 
     Args:
         run: folder of the run.
@@ -149,4 +150,6 @@ def _written(result: EvaluateResult, made: np.ndarray, source: Pictures) -> Eval
     # JSON has no infinities: the interval of a single pair becomes null.
     plain = json.loads(json.dumps(dataclasses.asdict(result), default=str), parse_constant=lambda _: None)
     (result.run / f"{EVALUATION}.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    if (result.run / METRICS).is_file():
+        write_report(result.run)
     return result

@@ -1,0 +1,24 @@
+"""The trained models that come with the package: `generate` takes them by name, without a download or a training."""
+
+from __future__ import annotations
+
+import os
+from importlib.resources import files
+from pathlib import Path
+
+from maxdiffusion.paths import as_path
+from maxdiffusion.pipelines.run_files import PACKED_WEIGHTS
+
+FOLDER = Path(str(files("maxdiffusion"))) / "shipped"
+"""Holds them, each in a folder of its name, packed (see `packed`)."""
+
+DEFAULT_MODEL = "pictures-64"
+"""What `generate` paints with where nothing else is named."""
+
+
+def shipped_model(place: str | os.PathLike[str]) -> Path | None:
+    """The folder of the packaged model of that name; None where there is none, or a folder of that name is here."""
+    name = os.fspath(place)
+    if "/" in name or not (FOLDER / name / PACKED_WEIGHTS).is_file() or as_path(name).exists():
+        return None
+    return FOLDER / name
