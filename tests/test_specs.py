@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from maxdiffusion.errors import UsageError, nearest
-from maxdiffusion.specs import AttentionSpec, PipelineSpec, QuantSpec, RematSpec
+from maxdiffusion.specs import AttentionSpec, MeshSpec, PipelineSpec, QuantSpec, RematSpec
 
 
 @pytest.mark.parametrize(
@@ -31,12 +31,21 @@ from maxdiffusion.specs import AttentionSpec, PipelineSpec, QuantSpec, RematSpec
         (lambda: PipelineSpec(patches=4, warmup_steps=0), "pipeline_warmup_steps=0: write a whole number, 1 or more"),
         (lambda: PipelineSpec(warmup_steps=2), "pipeline_warmup_steps=2 is of no use without pipeline_patches"),
         (lambda: PipelineSpec(patches=4, schedule="circular"), 'write pipeline_schedule="gpipe"'),
+        (lambda: MeshSpec(axes=("data", "data")), "mesh axis 'data' is named twice"),
+        (lambda: MeshSpec(axes=()), "a mesh has no axes: name one or more"),
+        (lambda: MeshSpec.parse("axes=2", axes=("data", "axes")), "no mesh axis can be named 'axes'"),
         (lambda: QuantSpec(mode="int8"), "quantization='int8' is not available yet"),
     ],
 )
 def test_wrong_values_are_refused(make, message):
     with pytest.raises(UsageError, match=message):
         make()
+
+
+def test_what_is_left_goes_to_data_or_to_the_first_axis() -> None:
+    for axes, rest in ((("model", "data"), "data"), (("model", "batch"), "model")):
+        spec = MeshSpec(axes=axes)
+        assert spec.rest == rest and spec.shape(8)[rest] == 8
 
 
 def test_nearest_names_or_lists():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -53,7 +53,8 @@ class MeshSpec:
         dcn: size of each axis across slices, in the order of `axes`.
 
     Raises:
-        MeshError: an unknown axis, a size that is neither positive nor -1, or more than one -1.
+        MeshError: an unknown axis, a size that is neither positive nor -1, more than one -1, or names of axes that
+            cannot be.
     """
 
     axes: tuple[str, ...]
@@ -61,7 +62,7 @@ class MeshSpec:
     dcn: tuple[int, ...]
 
     def __init__(self, *, axes: tuple[str, ...] = MESH_AXES, dcn: Mapping[str, int] | None = None, **ici: int) -> None:
-        axes = tuple(axes)
+        axes = _axis_names(axes)
         dcn = dict(dcn or {})
         for label, sizes in (("", ici), ("dcn.", dcn)):
             for name, size in sizes.items():
@@ -73,12 +74,16 @@ class MeshSpec:
         free = [name for name, size in ici.items() if size == -1]
         if len(free) > 1:
             raise MeshError(f"mesh axes {' and '.join(free)} are both -1: only one axis can take what is left")
-        rest = "data" if "data" in axes else axes[0]
-        if not free and rest not in ici:
-            ici = {**ici, rest: -1}
         object.__setattr__(self, "axes", axes)
+        if not free and self.rest not in ici:
+            ici = {**ici, self.rest: -1}
         object.__setattr__(self, "ici", tuple(ici.get(name, 1) for name in axes))
         object.__setattr__(self, "dcn", tuple(dcn.get(name, 1) for name in axes))
+
+    @property
+    def rest(self) -> str:
+        """The axis that takes the devices that are left where nothing is said of it: `data`, or else the first."""
+        return "data" if "data" in self.axes else self.axes[0]
 
     @classmethod
     def parse(cls, text: str, *, axes: tuple[str, ...] = MESH_AXES) -> MeshSpec:
@@ -87,6 +92,7 @@ class MeshSpec:
         Raises:
             MeshError: the text is not of that form, or the spec is not valid.
         """
+        axes = _axis_names(axes)
         ici: dict[str, int] = {}
         dcn: dict[str, int] = {}
         for part in filter(None, (piece.strip() for piece in text.split(","))):
@@ -135,6 +141,19 @@ class MeshSpec:
         parts = [f"{name}={size}" for name, size in zip(self.axes, self.ici, strict=True) if size != 1]
         parts += [f"dcn.{name}={size}" for name, size in zip(self.axes, self.dcn, strict=True) if size != 1]
         return ",".join(parts) or f"{self.axes[0]}=1"
+
+
+def _axis_names(axes: Iterable[str]) -> tuple[str, ...]:
+    """Names that the axes of one mesh can have."""
+    axes = tuple(axes)
+    if not axes:
+        raise MeshError("a mesh has no axes: name one or more, for example data")
+    for name in axes:
+        if axes.count(name) > 1:
+            raise MeshError(f"mesh axis '{name}' is named twice: mesh axes need different names")
+        if name in ("axes", "dcn"):
+            raise MeshError(f"no mesh axis can be named '{name}', a keyword of MeshSpec: choose another name")
+    return axes
 
 
 def _nearest_shapes(wanted: dict[str, int], total: int, most: int = 3) -> list[str]:

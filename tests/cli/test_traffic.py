@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from maxdiffusion.cli.main import main
+from maxdiffusion.specs import MeshSpec
 from maxdiffusion.tools import measure as tool
 from maxdiffusion.tools.measure import Measured, Row
 
@@ -21,8 +22,9 @@ from maxdiffusion.tools.measure import Measured, Row
         (["--model", "flux-dev", "--json", "--markdown"], "error: --json and --markdown are two forms of one result"),
         (
             ["--model", "flux-dev", "--rules", "fsdp"],
-            "error: --rules and --context-attention are for one mesh",
+            "error: --mesh-axes, --rules and --context-attention are for one mesh",
         ),
+        (["--model", "sd15", "--mesh-axes", "data,model"], "error: --mesh-axes, --rules and --context-attention are"),
         (["--model", "sd15"], "error: FlaxUNet2DConditionModel has formulas for axes that share"),
     ],
 )
@@ -70,11 +72,12 @@ def test_a_mesh_without_a_formula_is_no_failure(
         what="", kind="all-reduce", instead_of="", axes="tensor", count=3, bytes=9_000, formula=0, formula_count=0
     )
 
-    def result(model: str, **_: Any) -> Measured:
+    def result(model: str, *, mesh: MeshSpec, **_: Any) -> Measured:
+        assert mesh == MeshSpec(axes=("data", "model"), model=8)
         return Measured(strategy="tensor=8", mesh="tensor=8", rows=(row,), no_formula="only for FLUX.1")
 
     monkeypatch.setattr(tool, "measure", result)
-    words = ["traffic", "--model", "sd15", "--mesh", "tensor=8"]
+    words = ["traffic", "--model", "sd15", "--mesh", "model=8", "--mesh-axes", "data,model"]
     assert main([*words, "--markdown"]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[2] == "| tensor=8 | tensor=8 | no formula | all-reduce | tensor | 3 | 9,000 | - | - | - |"

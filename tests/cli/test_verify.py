@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from maxdiffusion.cli.main import main
+from maxdiffusion.specs import MeshSpec
 from maxdiffusion.tools import verify as tool
 from maxdiffusion.tools.verify import Cell, Setting, VerifyResult
 
@@ -33,18 +34,23 @@ def test_the_exit_status_says_whether_all_hold(
 ) -> None:
     errors = {"forward": error, "first_loss": 0.0, "gradients": 0.0, "worst_gradient": 0.0, "loss": 0.0}
 
-    def result(model: str, *, on_start: Any, on_cell: Any, **_: Any) -> VerifyResult:
+    def result(model: str, *, mesh: MeshSpec, on_start: Any, on_cell: Any, **_: Any) -> VerifyResult:
+        assert mesh == MeshSpec(axes=("data", "model"), data=4, model=2)
         cell: Cell = tool._cell(Setting(), errors, 1.0)
         on_start(2)
         on_cell(cell)
         return VerifyResult(model=model, mesh="data=8", cells=(cell,))
 
     monkeypatch.setattr(tool, "verify", result)
-    assert main(["verify", "--model", "sd15", "--mesh", "data=8", "--json"]) == status
+    words = ["verify", "--model", "sd15", "--mesh", "data=4,model=2", "--mesh-axes", "data,model"]
+    assert main([*words, "--json"]) == status
     out, err = capsys.readouterr()
-    assert "sd15 on data=8, 2 settings" in err and "1 of 2: attention dot_product, context auto" in err
+    assert (
+        "sd15 on data=4,model=2, 2 settings: each compiles it for the mesh" in err
+        and "1 of 2: attention dot_product, context auto" in err
+    )
     found = json.loads(out)
     assert (found["model"], found["ok"], found["cells"][0]["error"]) == ("sd15", status == 0, error)
     assert {"attention", "dtype", "remat", "scan", "limit", "ok", "quantity"} <= set(found["cells"][0])
-    assert main(["verify", "--model", "sd15", "--mesh", "data=8"]) == status
+    assert main(words) == status
     assert ("NO" in capsys.readouterr().out) == bool(status)

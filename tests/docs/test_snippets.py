@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import builtins
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
 
 from maxdiffusion import errors
+from maxdiffusion.cli.main import app
 from maxdiffusion.models.registry import MODELS
 from maxdiffusion.parallel.rules import LOGICAL_AXES
 
@@ -39,6 +42,24 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
         expected = getattr(errors, name, None) or getattr(builtins, name)
         with pytest.raises(expected):
             exec(program, scope)
+
+
+def _commands() -> list[list[str]]:
+    """The words of each command line of ours on a page, without its comment."""
+    texts = (page.read_text() for page in PAGES)
+    return [
+        shlex.split(line, comments=True)[1:] for text in texts for line in re.findall("^maxdiffusion .*", text, re.M)
+    ]
+
+
+@pytest.mark.parametrize("words", _commands(), ids=" ".join)
+def test_commands_have_these_options(words: list[str]) -> None:
+    """Each verb reads its words; nothing runs."""
+    verbs, name = typer.main.get_command(app), "maxdiffusion"
+    while hasattr(verbs, "commands"):
+        name, *words = words
+        verbs = verbs.commands[name]  # type: ignore[attr-defined]
+    verbs.make_context(name, words)
 
 
 def test_the_table_of_logical_axes_is_the_code_s():

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from maxdiffusion.errors import LayoutWarning, MeshError, RuleError, UsageError
+from maxdiffusion.log import say_once
 from maxdiffusion.models.registry import lookup
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.mesh import abstract_mesh
-from maxdiffusion.specs import AttentionSpec, MeshSpec
+from maxdiffusion.specs import MeshSpec
 from maxdiffusion.tools.explain import explain, explain_attention, explain_convolutions
 
 
@@ -48,6 +49,7 @@ def test_explain_is_the_report_of_the_registry_model():
 
 def test_stages_stack_the_blocks(caplog: pytest.LogCaptureFixture) -> None:
     """FLUX.1 has 38 single blocks, which two stages share evenly."""
+    say_once.cache_clear()
     mesh = MeshSpec(stage=2, data=4)
     report = explain("flux-dev", mesh=mesh)
     assert sum("blocks are stacked, as the stages of mesh stage=2 need" in line for line in caplog.messages) == 1
@@ -67,11 +69,13 @@ def test_wrong_names_and_strict():
         explain("sd15", mesh=MeshSpec.parse("fsdp=8"), strict=True)
     with pytest.raises(MeshError, match="fsdp=-1 takes the devices that are left, and explain has none"):
         explain("sd15", mesh=MeshSpec(fsdp=-1))
+    with pytest.raises(MeshError, match="second=-1 takes the devices that are left, and explain has none"):
+        explain("sd15", mesh=MeshSpec(axes=("first", "second"), second=-1))
 
 
 def test_every_attention_says_kernel_exchange_and_why():
     """Eight heads over eight devices; 16 transformer blocks, each with attention to itself and to the text."""
-    rows = explain_attention("sd15", mesh=MeshSpec(context=8), attention=AttentionSpec(kernel="flash"))
+    rows = explain_attention("sd15", mesh=MeshSpec(context=8), attention_kernel="flash")
     assert len(rows) == 32
     first, text = rows[:2]
     assert first.module == "down_blocks_0/attentions_0/transformer_blocks_0/attn1"
@@ -89,13 +93,35 @@ def test_every_attention_says_kernel_exchange_and_why():
 
 def test_an_exchange_that_cannot_be_is_an_error():
     with pytest.raises(UsageError, match="ulysses_degree=16 does not divide the 8 devices"):
-        explain_attention("pictures", mesh=MeshSpec(context=8), attention=AttentionSpec(context="hybrid", ulysses=16))
+        explain_attention("pictures", mesh=MeshSpec(context=8), context_attention="hybrid", ulysses_degree=16)
+
+
+def test_attention_takes_the_keywords_of_the_model() -> None:
+    with pytest.raises(UsageError, match=r"'attention_kernl' is no keyword of .*did you mean 'attention_kernel'"):
+        explain_attention("pictures", mesh=MeshSpec(data=8), attention_kernl="flash")
+    with pytest.raises(UsageError, match="attention_kernel='flsh' is unknown: did you mean 'flash'"):
+        explain_attention("pictures", mesh=MeshSpec(data=8), attention_kernel="flsh")
+    own = [("activation_length", "tensor"), ("activation_heads", None)]
+    rows = explain_attention("sd15", mesh=MeshSpec(tensor=2, data=1), logical_axis_rules=own)
+    assert rows[0].context == "ulysses" and "the heads of a device (8) divide by 2" in rows[0].reason
+
+
+def test_an_attention_of_a_stack_is_one_row() -> None:
+    """FLUX.1: 19 double and 38 single blocks, 4096 tokens of image and 512 of text."""
+    rows = explain_attention("flux-dev", mesh=MeshSpec(stage=2, data=4))
+    assert [(row.module, row.blocks) for row in rows] == [
+        ("transformer_blocks/attn", 19),
+        ("single_transformer_blocks/attn", 38),
+    ]
+    assert {(row.queries, row.keys) for row in rows} == {((4, 4608, 24, 128), (4, 4608, 24, 128))}
+    every, stacked = (explain_attention("pictures", mesh=MeshSpec(data=4), scan_layers=scan) for scan in (False, True))
+    assert {row.blocks for row in every} == {1} and len(every) == sum(row.blocks for row in stacked) > len(stacked)
 
 
 @pytest.mark.parametrize(("platform", "kernel"), [("tpu", "flash_tpu"), ("gpu", "flash_gpu"), ("cpu", "flash_cpu")])
 def test_the_kernel_is_that_of_the_platform_that_is_asked_about(platform: str, kernel: str) -> None:
-    flash = AttentionSpec(kernel="flash", flash_min_seq_length=0)
-    rows = explain_attention("pictures", mesh=MeshSpec(data=8), attention=flash, platform=platform, dtype="bfloat16")
+    flash = {"attention_kernel": "flash", "flash_min_seq_length": 0}
+    rows = explain_attention("pictures", mesh=MeshSpec(data=8), platform=platform, dtype="bfloat16", **flash)
     assert {row.kernel for row in rows if row.block_sizes} == {kernel}
 
 

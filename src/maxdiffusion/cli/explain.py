@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from maxdiffusion.cli.options import Json, Rules, check_name
+from maxdiffusion.cli.options import Json, MeshAxes, Rules, check_name, mesh_spec
 
 if TYPE_CHECKING:
     from maxdiffusion.parallel.report import Row
     from maxdiffusion.tools.explain import AttentionRow, ConvolutionRow
+
+AS_ITS_STACK = "as its stack"
+"""Why a parameter is not laid out as the rules wish, where the row of its stack says it."""
 
 LARGEST = 20
 """Rows shown without `--all`, besides those that are not laid out as the rules wish."""
@@ -23,12 +27,9 @@ def explain(  # noqa: PLR0913  (an argument is an option of the command line)
     model: Annotated[str, typer.Option("--model", metavar="NAME", help="Name of the model, such as sdxl.")],
     mesh: Annotated[
         str,
-        typer.Option(
-            "--mesh",
-            metavar="SIZES",
-            help="Devices on each mesh axis, such as fsdp=8; none are needed. Other axis names: explain() in Python.",
-        ),
+        typer.Option("--mesh", metavar="SIZES", help="Devices on each mesh axis, such as fsdp=8; none are needed."),
     ],
+    mesh_axes: MeshAxes = None,
     rules: Rules = None,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse a layout that is not as the rules wish.")] = False,
     scan_layers: Annotated[
@@ -60,13 +61,14 @@ def explain(  # noqa: PLR0913  (an argument is an option of the command line)
 
     from maxdiffusion.cli import output
     from maxdiffusion.config.schema import ModelName, RulePreset, mesh_sizes
-    from maxdiffusion.specs import AttentionSpec, MeshSpec
+    from maxdiffusion.specs import AttentionKernel, ContextAttention
 
     check_name("--model", model, get_args(ModelName))
     check_name("--rules", rules, get_args(RulePreset))
     check_name("--platform", platform, ("cpu", "gpu", "tpu"))
-    spec = MeshSpec.parse(mesh)
-    asked = AttentionSpec(kernel=kernel, context=context)  # pyright: ignore[reportArgumentType]  it checks the names
+    check_name("--attention-kernel", kernel, get_args(AttentionKernel))
+    check_name("--context-attention", context, get_args(ContextAttention))
+    spec = mesh_spec(mesh, mesh_axes)
     from maxdiffusion.nn.model import float_dtype
     from maxdiffusion.tools.explain import check_counted, explain_attention, explain_convolutions
     from maxdiffusion.tools.explain import explain as run
@@ -78,14 +80,16 @@ def explain(  # noqa: PLR0913  (an argument is an option of the command line)
         attention = explain_attention(
             model,
             mesh=spec,
-            logical_axis_rules=rules,
-            attention=asked,
             platform=platform,
+            scan_layers=scan_layers,
+            logical_axis_rules=rules,
+            attention_kernel=kernel,
+            context_attention=context,
             dtype=float_dtype(dtype, "--dtype"),
         )
         convolutions = explain_convolutions(model, mesh=spec, logical_axis_rules=rules)
     shape = {axis: size for axis, size in spec.shape().items() if size > 1}
-    sizes = ",".join(f"{axis}={size}" for axis, size in shape.items()) or "data=1"
+    sizes = ",".join(f"{axis}={size}" for axis, size in shape.items()) or f"{spec.rest}=1"
     if as_json:
         totals = {
             name: getattr(report, name) for name in ("parameters", "bytes", "bytes_per_device", "share_per_device")
@@ -93,14 +97,22 @@ def explain(  # noqa: PLR0913  (an argument is an option of the command line)
         calls = {"attention": attention, "convolutions": convolutions}
         output.show_json({"model": model, "mesh": sizes, **totals, "rows": report.rows, **calls})
         return
-    kinds = [_Kind(path=row.parameter, row=row, count=1) for row in report.rows] if every else _kinds(report.rows)
-    shown = kinds if every else _telling(kinds)
+    stacks = {} if every else _unmet_stacks(report.rows)
+    if every:
+        shown = [
+            _Kind(path=row.parameter, row=row, count=1, bytes_per_device=row.bytes_per_device) for row in report.rows
+        ]
+    else:
+        shown = _telling(_kinds(_with_stacks(report.rows, stacks)))
     output.show_table(["parameter", "shape", "logical names", "spec", "MB per device", "why"], map(_cells, shown))
     if not every:
-        number = sum(kind.count for kind in shown)
+        apart = {id(row) for row in report.rows}.difference(id(row) for rows in stacks.values() for row in rows)
+        number = len(report.rows) - len(apart) + sum(kind.count for kind in shown if id(kind.row) in apart)
         typer.echo(
             f"{number} of {len(report.rows)} parameters shown: the largest, and all that are not as the rules wish; "
-            "equal ones of several blocks are one row (xN, with the MB of all N); --all shows each"
+            "equal ones of several blocks are one row (xN, with the MB of all N)"
+            + (", and so is a stack that as a whole is not (/*, with the MB of all its parameters)" if stacks else "")
+            + "; --all shows each"
         )
     columns = ["attention", "calls", "queries", "keys", "heads", "kernel", "tiles", "context", "why"]
     output.show_table(columns, _attentions(attention))
@@ -115,22 +127,84 @@ def explain(  # noqa: PLR0913  (an argument is an option of the command line)
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """Parameters that differ in the numbers of their blocks only: the path with `*` for these, one row, how many."""
+    """Parameters, or stacks, that differ in the numbers of their blocks only: the path with `*` for these, one row, how
+    many, and what they have on a device together."""
 
     path: str
     row: Row
     count: int
+    bytes_per_device: int
 
 
 def _kinds(rows: Sequence[Row]) -> list[_Kind]:
     """Rows that are equal but for the numbers in their paths, folded into one, in the order of the first of each."""
     kinds: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        alike = re.sub(r"(?<=_)\d+", "*", row.parameter)
-        kinds.setdefault((alike, row.shape, row.dtype, row.names, row.spec, row.why), []).append(row)
+        kinds.setdefault((_alike(row.parameter), row.shape, row.dtype, row.names, row.spec, row.why), []).append(row)
     return [
-        _Kind(path=_common([row.parameter for row in same]), row=same[0], count=len(same)) for same in kinds.values()
+        _Kind(
+            path=_common([row.parameter for row in same]),
+            row=same[0],
+            count=len(same),
+            bytes_per_device=sum(row.bytes_per_device for row in same),
+        )
+        for same in kinds.values()
     ]
+
+
+def _unmet_stacks(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows of each stack none of whose parameters is as the rules wish, all for one reason: by the stack's path.
+
+    A stack is the outermost module whose parameters all have a first dimension `layers`.
+    """
+    from maxdiffusion.parallel.layout import NO_RULE
+
+    layered: dict[str, bool] = {}
+    for row in rows:
+        for path in _modules(row):
+            layered[path] = layered.get(path, True) and row.names[:1] == ("layers",)
+    stacks: dict[str, list[Row]] = {}
+    for row in rows:
+        path = next((path for path in _modules(row) if layered[path]), None)
+        if path is not None:
+            stacks.setdefault(path, []).append(row)
+    return {path: found for path, found in stacks.items() if _reason(found) not in ("", NO_RULE)}
+
+
+def _modules(row: Row) -> list[str]:
+    """Paths of the modules that a parameter lies in, outermost first."""
+    parts = row.parameter.split("/")
+    return ["/".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _reason(rows: Sequence[Row]) -> str:
+    """What the reasons of all these rows say; empty where they say nothing in common."""
+    first, *others = (row.why.split("; ") for row in rows)
+    return "; ".join(part for part in first if all(part in other for other in others))
+
+
+def _with_stacks(rows: Sequence[Row], stacks: Mapping[str, list[Row]]) -> list[Row]:
+    """The rows, and before those of a stack one for all of it; they keep the reasons that its row leaves out."""
+    of_row = {id(row): path for path, found in stacks.items() for row in found}
+    said: list[Row] = []
+    for row in rows:
+        path = of_row.get(id(row))
+        if path is None:
+            said.append(row)
+            continue
+        reason = _reason(stacks[path])
+        if row is stacks[path][0]:
+            sums = {name: sum(getattr(one, name) for one in stacks[path]) for name in ("bytes", "bytes_per_device")}
+            whole = {"parameter": f"{path}/*", "shape": row.shape[:1], "names": row.names[:1], "spec": row.spec[:1]}
+            said.append(dataclasses.replace(row, **whole, **sums, why=reason))
+        rest = [part for part in row.why.split("; ") if part not in reason.split("; ")]
+        said.append(dataclasses.replace(row, why="; ".join(rest) or AS_ITS_STACK))
+    return said
+
+
+def _alike(path: str) -> str:
+    """The path with `*` for the numbers of blocks."""
+    return re.sub(r"(?<=_)\d+", "*", path)
 
 
 def _common(paths: Sequence[str]) -> str:
@@ -143,9 +217,9 @@ def _telling(kinds: Sequence[_Kind]) -> list[_Kind]:
     """Those that are not laid out as the rules wish, and the largest, in the order of the report."""
     from maxdiffusion.parallel.layout import NO_RULE
 
-    largest = sorted(kinds, key=lambda kind: kind.row.bytes_per_device * kind.count, reverse=True)[:LARGEST]
+    largest = sorted(kinds, key=lambda kind: kind.bytes_per_device, reverse=True)[:LARGEST]
     shown = {id(kind) for kind in largest}
-    return [kind for kind in kinds if kind.row.why not in ("", NO_RULE) or id(kind) in shown]
+    return [kind for kind in kinds if kind.row.why not in ("", NO_RULE, AS_ITS_STACK) or id(kind) in shown]
 
 
 def _cells(kind: _Kind) -> tuple[str, ...]:
@@ -154,19 +228,21 @@ def _cells(kind: _Kind) -> tuple[str, ...]:
     shape = " x ".join(map(str, row.shape))
     names = ", ".join(name or "-" for name in row.names)
     path = f"{kind.path} x{kind.count}" if kind.count > 1 else kind.path
-    return path, shape, names, spec, f"{kind.count * row.bytes_per_device / 1e6:.3f}", row.why
+    return path, shape, names, spec, f"{kind.bytes_per_device / 1e6:.3f}", row.why
 
 
 def _attentions(rows: Sequence[AttentionRow]) -> list[tuple[str, ...]]:
-    """A line for each kind of attention: the first module that calls it, how many do, and what it runs."""
+    """A line for each kind of attention: the modules that call it, in how many blocks, and what it runs."""
     kinds: dict[tuple[object, ...], list[AttentionRow]] = {}
     for row in rows:
-        kinds.setdefault((row.queries, row.keys, row.reason), []).append(row)
+        kinds.setdefault((_alike(row.module), row.queries, row.keys, row.reason), []).append(row)
     lines = []
-    for row, count in ((same[0], len(same)) for same in kinds.values()):
+    for same in kinds.values():
+        row, blocks = same[0], sum(row.blocks for row in same)
         tiles = f"{row.block_sizes.block_q} x {row.block_sizes.block_k}" if row.block_sizes else "-"
-        sizes = (str(size) for size in (count, row.queries[1], row.keys[1], row.queries[2]))
-        lines.append((row.module, *sizes, row.kernel, tiles, row.context, row.reason))
+        sizes = (str(size) for size in (blocks, row.queries[1], row.keys[1], row.queries[2]))
+        modules = _common([row.module for row in same])
+        lines.append((modules, *sizes, row.kernel, tiles, row.context, row.reason))
     return lines
 
 

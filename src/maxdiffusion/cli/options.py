@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from maxdiffusion.errors import UsageError, nearest
+from maxdiffusion.errors import MeshError, UsageError, nearest
+
+if TYPE_CHECKING:
+    from maxdiffusion.specs import MeshSpec
 
 Json: TypeAlias = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else there.")
@@ -31,6 +34,12 @@ HostTimeout: TypeAlias = Annotated[
 Mesh: TypeAlias = Annotated[
     str | None, typer.Option("--mesh", metavar="SIZES", help="Devices on each mesh axis, such as data=4,tensor=2.")
 ]
+MeshAxes: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh-axes", metavar="NAMES", help="Other names of the mesh axes, outermost first, such as data,model."
+    ),
+]
 NumHosts: TypeAlias = Annotated[
     int | None,
     typer.Option(
@@ -48,6 +57,23 @@ VirtualDevices: TypeAlias = Annotated[
     int | None,
     typer.Option("--virtual-devices", metavar="N", min=1, help="Split the CPU into N devices, to try a mesh."),
 ]
+
+
+def mesh_spec(mesh: str, mesh_axes: str | None) -> MeshSpec:
+    """The sizes that `--mesh` gives to the usual mesh axes, or to those of `--mesh-axes`.
+
+    Raises:
+        MeshError: names or sizes that cannot be.
+    """
+    from maxdiffusion.specs import MESH_AXES, MeshSpec, names_in
+
+    try:
+        return MeshSpec.parse(mesh, axes=MESH_AXES if mesh_axes is None else names_in(mesh_axes))
+    except MeshError as error:
+        written = [part.partition("=")[0].strip().removeprefix("dcn.") for part in mesh.split(",") if "=" in part]
+        if mesh_axes is None and not set(written) <= set(MESH_AXES):
+            raise MeshError(f"{error} (or name other axes: --mesh-axes {','.join(dict.fromkeys(written))})") from None
+        raise
 
 
 def check_name(option: str, value: str | None, valid: Collection[str]) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from maxdiffusion.cli.options import Json, Mesh, Rules, VirtualDevices, check_name
+from maxdiffusion.cli.options import Json, Mesh, MeshAxes, Rules, VirtualDevices, check_name, mesh_spec
 
 if TYPE_CHECKING:
     from maxdiffusion.tools.measure import Measured
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 def traffic(
     model: Annotated[str, typer.Option("--model", metavar="NAME", help="Name of the model, such as flux-dev.")],
     mesh: Mesh = None,
+    mesh_axes: MeshAxes = None,
     rules: Rules = None,
     context: Annotated[
         str | None, typer.Option("--context-attention", metavar="NAME", help="auto, ring, ulysses, hybrid or gather.")
@@ -39,9 +40,11 @@ def traffic(
     check_name("--rules", rules, get_args(RulePreset))
     if as_json and markdown:
         raise UsageError("--json and --markdown are two forms of one result: write one of them")
-    if mesh is None and (rules is not None or context is not None):
-        raise UsageError("--rules and --context-attention are for one mesh: give it, such as --mesh data=2,context=4")
-    spec = MeshSpec.parse(mesh) if mesh is not None else None
+    if mesh is None and (mesh_axes, rules, context) != (None, None, None):
+        raise UsageError(
+            "--mesh-axes, --rules and --context-attention are for one mesh: give it, such as --mesh data=2,context=4"
+        )
+    spec = mesh_spec(mesh, mesh_axes) if mesh is not None else None
     devices.make_virtual_devices(virtual_devices)
     from maxdiffusion.tools.measure import COLUMNS, as_markdown, as_rows, as_text, measure, measure_all
 

@@ -568,7 +568,7 @@ def _mesh_spec(mesh: Mapping[str, Any], axes: tuple[str, ...]) -> MeshSpec:
         raise UsageError(f"mesh.{nested} holds a mapping: write a number of devices")
     if isinstance(mesh.get("dcn", {}), int):
         raise UsageError("mesh.dcn holds the sizes across slices by axis: write for example mesh.dcn.data=2")
-    # `axes` and `dcn` are keywords of MeshSpec, so an axis cannot have these names: parse has no such limit.
+    # Names that are no names of axes are told by `parse`; as keywords they could be anything.
     text = [f"{name}={size}" for name, size in sizes.items()]
     text += [f"dcn.{name}={size}" for name, size in mesh.get("dcn", {}).items()]
     return MeshSpec.parse(",".join(text), axes=axes)

@@ -6,9 +6,8 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 
 from maxdiffusion.common_types import BlockSizes, LogicalAxisRules
 from maxdiffusion.errors import MeshError
@@ -20,9 +19,9 @@ from maxdiffusion.nn.attention import attention_calls
 from maxdiffusion.nn.conv import conv_calls
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.mesh import abstract_mesh
-from maxdiffusion.parallel.pipeline import say_idle, stage_axes
+from maxdiffusion.parallel.pipeline import stage_axes
 from maxdiffusion.parallel.report import Report
-from maxdiffusion.specs import AttentionSpec, MeshSpec
+from maxdiffusion.specs import MeshSpec
 
 log = logging.getLogger(__name__)
 
@@ -61,18 +60,22 @@ def explain(
             f"explain: blocks are stacked, as the stages of mesh {layout.written(stages)} need: scan_layers=True "
             "(--scan-layers) pins it, and a model or recipe has to say it too",
         )
-    if scan_layers is False and stages:
-        say_idle(layout, stages, "scan_layers=False stacks no blocks: write scan_layers=True")
-    stacked = bool(stages) if scan_layers is None else scan_layers
-    return layout.report(*lookup(model).build(scan_layers=stacked).abstract_params())
+    built = lookup(model).build(
+        mesh=layout.mesh,
+        logical_axis_rules=logical_axis_rules,
+        strict=strict,
+        scan_layers=_stacked(layout, scan_layers),
+    )
+    return built.layout.report(*built.abstract_params())
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRow:
-    """What one attention of a model would run.
+    """What one attention of a model, or of a block of which there is a stack, would run.
 
     Attributes:
         module: path of the module that calls it, joined by `/`.
+        blocks: equal blocks that call it: all of a stack; 1 where none are stacked.
         queries: global shape of the queries (batch, length, heads, dim), one batch row for each part of a batch.
         keys: global shape of the keys.
         kernel: name of the kernel.
@@ -84,6 +87,7 @@ class AttentionRow:
     """
 
     module: str
+    blocks: int
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     kernel: str
@@ -98,38 +102,44 @@ def explain_attention(
     model: str,
     *,
     mesh: MeshSpec | Mesh,
-    logical_axis_rules: LogicalAxisRules | str | None = None,
-    attention: AttentionSpec | None = None,
     platform: str | None = None,
-    dtype: DTypeLike = jnp.float32,
+    scan_layers: bool | None = None,
+    **keywords: Any,
 ) -> tuple[AttentionRow, ...]:
     """What each attention of a registry model would run on a mesh, for inputs of the model's usual size.
 
     Args:
         model: registry name, such as `sdxl`.
         mesh: sizes of the mesh axes (the data axis counts as 1 where it has none), or a mesh.
-        logical_axis_rules: rules that come before the defaults, the name of a preset, or None.
-        attention: what the user would ask for; None is what a model does when nothing is said.
         platform: `cpu`, `gpu` or `tpu` that a mesh of sizes would be on; None is that of this process.
-        dtype: that the model computes in.
+        scan_layers: as the model's keyword; None stacks the blocks where the mesh has stages.
+        keywords: those that the model would be built with (`attention_kernel`, `logical_axis_rules`, `dtype`, ...).
+
+    Returns:
+        A row for each attention, one for all blocks of a stack.
 
     Raises:
-        UsageError: the model, a mesh axis or a rule is unknown, or an exchange that was asked for cannot be.
+        UsageError: the model, a mesh axis, a rule or a keyword is unknown, or an exchange that was asked for cannot be.
     """
-    layout, spec = _layout(mesh, logical_axis_rules, strict=False, platform=platform), attention or AttentionSpec()
-    network = lookup(model).build(dtype=dtype)
+    known = _layout(mesh, keywords.get("logical_axis_rules"), strict=False, platform=platform)
+    asked = lookup(model).build(mesh=known.mesh, scan_layers=_stacked(known, scan_layers), **keywords)
+    network, layout, spec = asked.alone(), asked.layout, asked.runtime.attention
+    shapes, names = network.abstract_params()
 
     def call(params: Any, inputs: Any) -> Any:
         return network.apply({"params": params}, **inputs)
 
+    calls = attention_calls(call, shapes, network.usual_inputs(layout))
     rows = []
-    for module, found in attention_calls(call, network.abstract_params()[0], network.usual_inputs(layout)):
+    # A scan is traced more than once.
+    for module, found in dict.fromkeys(calls) if network.scan_layers else calls:
         queries, keys = ((layout.batch_divisor, *shape[1:]) for shape in (found.q_shape, found.k_shape))
         masks = {"full_mask": found.full_mask, "key_mask": found.key_mask}
         choice = choose(queries, keys, spec=spec, layout=layout, dtype=found.dtype, **masks)
         rows.append(
             AttentionRow(
                 module=module,
+                blocks=_blocks(module, shapes, names),
                 queries=queries,
                 keys=keys,
                 kernel=choice.kernel,
@@ -216,6 +226,21 @@ def explain_convolutions(
     return tuple(rows)
 
 
+def _stacked(layout: Layout, scan_layers: bool | None) -> bool:
+    """Whether equal blocks are stacked: where nothing is said, on a mesh that has stages."""
+    return bool(stage_axes(layout)) if scan_layers is None else scan_layers
+
+
+def _blocks(module: str, shapes: Any, names: Any) -> int:
+    """Blocks of the stack that a module belongs to; 1 for none."""
+    for part in module.split("/"):
+        if part not in shapes:
+            break
+        shapes, names = shapes[part], names[part]
+    name = jax.tree.leaves(names, is_leaf=lambda node: isinstance(node, tuple))[0]
+    return jax.tree.leaves(shapes)[0].shape[0] if name[:1] == ("layers",) else 1
+
+
 def check_counted(axis: str, size: int) -> None:
     """Refuses a mesh axis that takes the devices that are left: here are none to count.
 
@@ -237,9 +262,8 @@ def _layout(
     platform: str | None = None,
 ) -> Layout:
     if isinstance(mesh, MeshSpec):
-        rest = "data" if "data" in mesh.axes else mesh.axes[0]
         for axis, size in zip(mesh.axes, mesh.ici, strict=True):
-            if axis != rest:  # a spec gives that axis -1 where nothing was said
+            if axis != mesh.rest:  # it is -1 where nothing was said
                 check_counted(axis, size)
     known = abstract_mesh(mesh, platform=platform) if isinstance(mesh, MeshSpec) else mesh
     return Layout.of(known, logical_axis_rules, strict=strict)
