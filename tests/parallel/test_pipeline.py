@@ -96,6 +96,21 @@ def test_each_sample_meets_each_layer_once_in_order(microbatches: int, devices: 
     assert wanted.ticks == num_ticks(wanted.stages, microbatches, wanted.repeats)
 
 
+def test_gradients_of_microbatches_are_summed_in_float32(devices: np.ndarray) -> None:
+    """Exact: each of 512 microbatches gives 1 in bfloat16, in which a sum of ones ends at 256."""
+    layout, batch = layout_of(devices, stage=2), 512
+    wanted = plan(layout, PipelineSpec(microbatches=batch), num_layers=2, batch=batch, name="ones")
+
+    def total(weights: jax.Array) -> jax.Array:
+        ones = jnp.ones((batch, 1), jnp.bfloat16)
+        out = pipeline(lambda w, x, _: x * w.astype(x.dtype), weights, ones, None, plan=wanted, layout=layout)
+        return out.astype(jnp.float32).sum()
+
+    gradient, _ = run(jax.grad(total), jnp.ones((2, 1, 1)))
+    assert gradient.dtype == jnp.float32
+    np.testing.assert_array_equal(gradient, batch)
+
+
 def inputs_of(num_layers: int, batch: int) -> tuple[Any, ...]:
     keys = jax.random.split(jax.random.key(3), 5)
     params = {

@@ -36,7 +36,8 @@ LIMITS = {
 `gradients` is the norm over the whole tree, `worst_gradient` that of a leaf, `loss` comes after `NUM_STEPS` steps.
 Float32 sums in another order differ by about 1e-7, which some thirty layers multiply; the limits are those of the
 twins, and a wider network sums more terms. bfloat16 keeps 8 bits, so that activations rounded in another order differ
-by 4e-3 and more, and gradients, which pass every layer twice, by twice as much."""
+by 4e-3 and more, and gradients, which pass every layer twice, by twice as much; the limits leave room for the deep
+twins of meshes with stages, on which meshes without any are as far off (`docs/parallelism.md` has both)."""
 
 NUM_STEPS = 10
 """Optimizer steps."""
