@@ -43,9 +43,16 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("name")
     args = parser.parse_args()
-    recipe = dataclasses.replace(load_run(args.run).recipe, mesh={}, virtual_devices=None)
+    recipe = dataclasses.replace(load_run(args.run).recipe, run=None, resume=False, mesh={}, virtual_devices=None)
     trained = open_trained(args.run, recipe)
-    model = functools.partial(pack, run=args.run, params=jax.tree.map(np.asarray, trained.params), step=trained.step)
+    recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, steps=trained.step))
+    model = functools.partial(
+        pack,
+        recipe=recipe,
+        tokenizer=trained.tokenizer,
+        params=jax.tree.map(np.asarray, trained.params),
+        step=trained.step,
+    )
     with tempfile.TemporaryDirectory() as draft:
         folder = model(Path(draft) / args.name, figures={})
         size = (folder / PACKED_WEIGHTS).stat().st_size

@@ -26,10 +26,15 @@ from maxdiffusion.train.run import TrainResult
 @pytest.fixture(scope="module")
 def model(trained: TrainResult, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny run, packed."""
-    opened = open_trained(trained.run, load_run(trained.run).recipe)
-    whole = jax.tree.map(np.asarray, opened.params)
+    recipe = load_run(trained.run).recipe
+    opened = open_trained(trained.run, recipe)
     return pack(
-        tmp_path_factory.mktemp("packed") / "tiny-model", run=trained.run, params=whole, step=6, figures={"seed": 0}
+        tmp_path_factory.mktemp("packed") / "tiny-model",
+        recipe=dataclasses.replace(recipe, run=None),
+        tokenizer=opened.tokenizer,
+        params=jax.tree.map(np.asarray, opened.params),
+        step=6,
+        figures={"seed": 0},
     )
 
 

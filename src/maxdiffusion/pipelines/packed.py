@@ -20,7 +20,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load, save
 
 from maxdiffusion import __version__
+from maxdiffusion.config import show
 from maxdiffusion.config.load import RUN_RECIPE
+from maxdiffusion.config.schema import Recipe
+from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.errors import UsageError
 from maxdiffusion.paths import as_path
 from maxdiffusion.pipelines.run_files import PACKED_WEIGHTS
@@ -34,12 +37,15 @@ def is_packed(folder: str | Path) -> bool:
     return (as_path(folder) / PACKED_WEIGHTS).is_file()
 
 
-def pack(folder: Path, *, run: Path, params: Any, step: int, figures: Mapping[str, Any]) -> Path:
-    """Writes a run's weights in this form.
+def pack(
+    folder: Path, *, recipe: Recipe, tokenizer: WordTokenizer, params: Any, step: int, figures: Mapping[str, Any]
+) -> Path:
+    """Writes trained weights in this form.
 
     Args:
         folder: of the model; it is made, and files in it are replaced.
-        run: the run's folder, for its recipe and words.
+        recipe: of the training, without what only its machine had (folder, mesh).
+        tokenizer: of the captions.
         params: float32 weights, each whole on this host.
         step: of the weights.
         figures: what is known about them, for `made.json`.
@@ -58,8 +64,8 @@ def pack(folder: Path, *, run: Path, params: Any, step: int, figures: Mapping[st
         **figures,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (RUN_RECIPE, TOKENIZER):
-        (folder / name).write_bytes((run / name).read_bytes())
+    (folder / RUN_RECIPE).write_text(show.as_yaml(recipe), encoding="utf-8")
+    (folder / TOKENIZER).write_text(tokenizer.as_text(), encoding="utf-8")
     (folder / PACKED_WEIGHTS).write_bytes(stored)
     (folder / MADE).write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     return folder
