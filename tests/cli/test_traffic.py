@@ -19,6 +19,10 @@ from maxdiffusion.tools.measure import Measured, Row
         (["--model", "flux-dew"], "error: --model flux-dew is unknown: did you mean 'flux-dev'?"),
         (["--model", "sd15", "--mesh", "fsp=8"], "error: mesh axis 'fsp' is unknown: did you mean 'fsdp'?"),
         (["--model", "sd15", "--mesh", "fsdp=16"], "error: mesh fsdp 16 = 16 devices, but there are 8"),
+        (
+            ["--model", "sd15", "--mesh", "context=8", "--context-attention", "rng"],
+            "error: --context-attention rng is unknown: did you mean 'ring'?",
+        ),
         (["--model", "flux-dev", "--json", "--markdown"], "error: --json and --markdown are two forms of one result"),
         (
             ["--model", "flux-dev", "--rules", "fsdp"],
@@ -84,3 +88,11 @@ def test_a_mesh_without_a_formula_is_no_failure(
     assert err == "no formula for tensor=8: only for FLUX.1\n"
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["formula_bytes"] is None
+
+
+def test_one_device_moves_nothing_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tool, "measure", lambda model, **_: Measured(strategy="data=1", mesh="data=1", rows=()))
+    assert main(["traffic", "--model", "sd15", "--mesh", "data=1"]) == 0
+    assert capsys.readouterr().err == "nothing of more than 4,096 bytes is moved on data=1\n"

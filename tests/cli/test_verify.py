@@ -37,7 +37,7 @@ def test_the_exit_status_says_whether_all_hold(
     def result(model: str, *, mesh: MeshSpec, on_start: Any, on_cell: Any, **_: Any) -> VerifyResult:
         assert mesh == MeshSpec(axes=("data", "model"), data=4, model=2)
         cell: Cell = tool._cell(Setting(), errors, 1.0)
-        on_start(2)
+        on_start(2, "data=4,model=2")
         on_cell(cell)
         return VerifyResult(model=model, mesh="data=8", cells=(cell,))
 
@@ -52,5 +52,7 @@ def test_the_exit_status_says_whether_all_hold(
     found = json.loads(out)
     assert (found["model"], found["ok"], found["cells"][0]["error"]) == ("sd15", status == 0, error)
     assert {"attention", "dtype", "remat", "scan", "limit", "ok", "quantity"} <= set(found["cells"][0])
+    assert (", BEYOND its limit (1 s)" in err) == bool(status)
+    assert ("check failed: 1 of 1 settings do not give the numbers of one device" in err) == bool(status)
     assert main(words) == status
     assert ("NO" in capsys.readouterr().out) == bool(status)

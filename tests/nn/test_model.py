@@ -96,6 +96,7 @@ def test_keywords_become_one_runtime(data_model: Mesh) -> None:
         ({"flash_min_seq_length": -1}, "flash_min_seq_length=-1"),
         ({"dtype": "bflat16"}, "dtype='bflat16' is no dtype"),
         ({"weights_dtype": jnp.int32}, "weights_dtype=int32 is no floating dtype"),
+        ({"dtype": "float64"}, "dtype=float64 would become float32: write 'float32', or set JAX_ENABLE_X64=1"),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_at_construction(keywords: dict[str, Any], message: str) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 
 from maxdiffusion.errors import MeshError
-from maxdiffusion.parallel.mesh import abstract_mesh, auto, build_mesh, describe
+from maxdiffusion.parallel.mesh import abstract_mesh, auto, build_mesh, describe, written
 from maxdiffusion.specs import MESH_AXES, MeshSpec
 
 
@@ -95,3 +95,10 @@ def test_auto_and_describe(devices):
     explicit = jax.make_mesh((4, 2), ("data", "model"))
     assert set(auto(explicit).axis_types) == {AxisType.Auto}
     assert describe(explicit) == "data=4,model=2 (8 devices)"
+
+
+def test_a_written_mesh_is_read_again(devices):
+    for axes, sizes in ((("data", "tensor"), "data=4,tensor=2"), (("b", "a"), "b=1"), (("model", "data"), "data=1")):
+        mesh = abstract_mesh(MeshSpec.parse(sizes, axes=axes))
+        assert written(mesh) == sizes
+    assert describe(mesh) == "one device"

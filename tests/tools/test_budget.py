@@ -99,3 +99,5 @@ def test_what_has_no_formula_is_refused() -> None:
         budget(twin("flux-dev", build_mesh(MeshSpec.parse("data=8")), {}), **{**SIZES, "batch": 12})
     with pytest.raises(UsageError, match="4 heads do not divide by tensor=8, for which there is no formula"):
         budget(twin("flux-dev", build_mesh(MeshSpec.parse("tensor=8")), {"num_attention_heads": 4}), **SIZES)
+    with pytest.raises(UsageError, match="2 layers do not divide by stage=4, so every stage has them all"):
+        of_flux("stage=4,data=2")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import jax
 import numpy as np
 import pytest
 
 from maxdiffusion.models.registry import lookup
+from maxdiffusion.nn.model import DiffusionModel
 from maxdiffusion.parallel.mesh import build_mesh
 from maxdiffusion.specs import MeshSpec
 from maxdiffusion.tools import verify as module
@@ -79,6 +81,37 @@ def test_settings_are_those_that_the_mesh_gives_a_meaning() -> None:
             wanted = {(getattr(one, a), getattr(one, b)) for one in all_of_them}
             assert {(getattr(one, a), getattr(one, b)) for one in few} == wanted
         assert len(few) <= 20
+
+
+def test_groups_of_ulysses_are_tried_where_the_heads_allow_them() -> None:
+    """Stable Diffusion 2.1's twin has an attention of 2 heads: one a device, where `tensor` has 2; and 3 devices make
+    no groups of 2."""
+
+    def exchanges(model: str, mesh: str, number: int) -> set[str]:
+        devices = build_mesh(MeshSpec.parse(mesh), jax.devices()[:number])
+        chosen = settings(lookup(model).build("tiny", mesh=devices, scan_layers=True), every=False)
+        return {setting.context for setting in chosen}
+
+    assert exchanges("sd21", "context=4,tensor=2", 8) == {"ring", "auto", "gather"}
+    assert exchanges("flux-dev", "context=3", 3) == {"ring", "auto", "gather"}
+    assert exchanges("flux-dev", "context=4,tensor=2", 8) == {"ring", "auto", "gather", "hybrid"}
+
+
+def test_the_whole_mesh_and_the_number_of_settings_are_said_before_anything_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = []
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise StoppedError
+
+    monkeypatch.setattr(DiffusionModel, "init_weights", stop)
+    with pytest.raises(StoppedError):
+        verify("pictures", mesh=MeshSpec(tensor=2), only=[Setting()] * 3, on_start=lambda *words: said.append(words))
+    assert said == [(3, "data=4,tensor=2")]
 
 
 def _said(result: VerifyResult) -> list[Cell]:

@@ -34,10 +34,11 @@ def traffic(
     from maxdiffusion.cli import devices, output
     from maxdiffusion.config.schema import ModelName, RulePreset
     from maxdiffusion.errors import UsageError
-    from maxdiffusion.specs import MeshSpec
+    from maxdiffusion.specs import ContextAttention, MeshSpec
 
     check_name("--model", model, get_args(ModelName))
     check_name("--rules", rules, get_args(RulePreset))
+    check_name("--context-attention", context, get_args(ContextAttention))
     if as_json and markdown:
         raise UsageError("--json and --markdown are two forms of one result: write one of them")
     if mesh is None and (mesh_axes, rules, context) != (None, None, None):
@@ -46,7 +47,7 @@ def traffic(
         )
     spec = mesh_spec(mesh, mesh_axes) if mesh is not None else None
     devices.make_virtual_devices(virtual_devices)
-    from maxdiffusion.tools.measure import COLUMNS, as_markdown, as_rows, as_text, measure, measure_all
+    from maxdiffusion.tools.measure import COLUMNS, SMALL, as_markdown, as_rows, as_text, measure, measure_all
 
     keywords: dict[str, Any] = {"context_attention": context or "auto", "logical_axis_rules": rules}
     with output.reserved():
@@ -70,6 +71,8 @@ def traffic(
     for result in results:
         if result.no_formula:
             typer.echo(f"no formula for {result.mesh}: {result.no_formula}", err=True)
+        if not result.rows:
+            typer.echo(f"nothing of more than {SMALL:,} bytes is moved on {result.mesh}", err=True)
     if not ok:
         typer.echo("check failed: these bytes are not the formula's", err=True)
         raise typer.Exit(1)

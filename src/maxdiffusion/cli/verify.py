@@ -45,7 +45,7 @@ def verify(
     from maxdiffusion.tools.verify import as_row
     from maxdiffusion.tools.verify import verify as run
 
-    progress = _Progress(model, mesh)
+    progress = _Progress(model)
     with output.reserved(), devices.mesh_cure(spec):
         result = run(
             model, mesh=spec, logical_axis_rules=rules, every=every, on_start=progress.start, on_cell=progress.cell
@@ -56,23 +56,26 @@ def verify(
     else:
         output.show_table(COLUMNS, map(_cells, result.cells))
     if not result.ok:
-        typer.echo("check failed: these settings do not give the numbers of one device", err=True)
+        wrong = sum(not cell.ok for cell in result.cells)
+        typer.echo(
+            f"check failed: {wrong} of {len(result.cells)} settings do not give the numbers of one device", err=True
+        )
         raise typer.Exit(1)
 
 
 class _Progress:
     """Says how far it is, on standard error."""
 
-    def __init__(self, model: str, mesh: str) -> None:
-        self._what = f"{model} on {mesh}"
+    def __init__(self, model: str) -> None:
+        self._model = model
         self._total = self._done = 0
 
-    def start(self, total: int) -> None:
+    def start(self, total: int, mesh: str) -> None:
         """Before the first setting."""
         self._total = total
         typer.echo(
-            f"verify: the twin of {self._what}, {total} settings: each compiles it for the mesh, and the first of a "
-            "dtype and text for one device as well; ten to twenty seconds a program on two idle cores",
+            f"verify: the twin of {self._model} on {mesh}, {total} settings: each compiles it for the mesh, and the "
+            "first of a dtype and text for one device as well; ten to twenty seconds a program on two idle cores",
             err=True,
         )
 
@@ -81,8 +84,8 @@ class _Progress:
         self._done += 1
         named = ", ".join(f"{name} {value}" for name, value in list(zip(COLUMNS, _cells(cell), strict=True))[:7])
         typer.echo(
-            f"{self._done} of {self._total}: {named}: {cell.quantity} {cell.error:.1e} of {cell.limit:.0e} "
-            f"({cell.seconds:.0f} s)",
+            f"{self._done} of {self._total}: {named}: {cell.quantity} {cell.error:.1e} of {cell.limit:.0e}"
+            f"{'' if cell.ok else ', BEYOND its limit'} ({cell.seconds:.0f} s)",
             err=True,
         )
 

@@ -97,10 +97,8 @@ def plan_bands(shape: Sequence[int], features: int, *, rows: Window, columns: Wi
         return Bands(rows=height, reason=f"{cut}: whole, as {why}")
     parts = layout.size(axes)
     above, below = rows.before, max(0, rows.size - rows.stride - rows.before)
-    moved = f"{above} from above, {below} from below" if above or below else "none moves"
-    return Bands(
-        axes=axes, parts=parts, rows=height // parts, above=above, below=below, reason=f"{cut}: border rows {moved}"
-    )
+    moved = f"border rows {above} from above, {below} from below" if above or below else "no border rows move"
+    return Bands(axes=axes, parts=parts, rows=height // parts, above=above, below=below, reason=f"{cut}: {moved}")
 
 
 def convolution(

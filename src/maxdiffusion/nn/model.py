@@ -41,7 +41,7 @@ def float_dtype(value: Any, name: str) -> Any:
         name: of the keyword, for the message.
 
     Raises:
-        UsageError: it is no floating dtype.
+        UsageError: it is no floating dtype, or one that jax would make float32.
     """
     if value is None:
         raise UsageError(f"{name}=None is no dtype: write 'float32' or 'bfloat16'")
@@ -51,6 +51,8 @@ def float_dtype(value: Any, name: str) -> Any:
         raise UsageError(f"{name}={value!r} is no dtype: write 'float32' or 'bfloat16'") from None
     if not jnp.issubdtype(dtype, jnp.floating):
         raise UsageError(f"{name}={dtype.name} is no floating dtype: write 'float32' or 'bfloat16'")
+    if dtype.itemsize > jnp.result_type(float).itemsize:
+        raise UsageError(f"{name}={dtype.name} would become float32: write 'float32', or set JAX_ENABLE_X64=1")
     return dtype
 
 

@@ -68,11 +68,16 @@ def auto(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     return mesh if mesh.axis_types == types else Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
+def written(mesh: Mesh | AbstractMesh) -> str:
+    """`data=4,tensor=2`, as `--mesh` takes it; axes of size 1 are left out, but for one device's."""
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    rest = "data" if "data" in sizes else mesh.axis_names[0]
+    return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or f"{rest}=1"
+
+
 def describe(mesh: Mesh | AbstractMesh) -> str:
     """`data=4,tensor=2 (8 devices)`; axes of size 1 are left out."""
-    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    text = ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one device"
-    return text if mesh.size == 1 else f"{text} ({mesh.size} devices)"
+    return "one device" if mesh.size == 1 else f"{written(mesh)} ({mesh.size} devices)"
 
 
 def _hybrid(ici: tuple[int, ...], dcn: tuple[int, ...], devices: list[Any]) -> np.ndarray:

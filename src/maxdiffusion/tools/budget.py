@@ -230,7 +230,7 @@ def _flux(model: FlaxFluxTransformer2DModel, batch: int, image: int, text: int) 
     """The tokens that FLUX.1 moves.
 
     Raises:
-        NoFormulaError: the mesh mixes strategies, or heads do not divide.
+        NoFormulaError: the mesh mixes strategies, or heads or layers do not divide.
     """
     layout, heads = model.layout, model.num_attention_heads
     tensor, length = layout.resolve("heads").axes[0], layout.resolve("activation_length").axes[0]
@@ -244,6 +244,12 @@ def _flux(model: FlaxFluxTransformer2DModel, batch: int, image: int, text: int) 
     if heads % layout.size(tensor):
         raise NoFormulaError(
             f"{heads} heads do not divide by {layout.written(tensor)}, for which there is no formula: give a divisor"
+        )
+    uneven = next((n for n in (model.num_layers, model.num_single_layers) if n % layout.size(stages)), None)
+    if uneven:
+        raise NoFormulaError(
+            f"{uneven} layers do not divide by {layout.written(stages)}, so every stage has them all, for which there "
+            "is no formula: give a divisor"
         )
     here = batch // layout.divisor("activation_batch")
     item = jnp.dtype(model.runtime.dtype).itemsize

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxdiffusion.models.registry import lookup
 from maxdiffusion.nn.model import DiffusionModel
-from maxdiffusion.parallel.mesh import build_mesh, describe
+from maxdiffusion.parallel.mesh import build_mesh, written
 from maxdiffusion.specs import MeshSpec
 from maxdiffusion.tools.budget import SUMS, Exchange, NoFormulaError, budget
 from maxdiffusion.tools.traffic import Traffic, traffic
@@ -171,7 +171,7 @@ def measure(
     except NoFormulaError as error:
         wanted, no_formula = (), str(error)
     found = traffic(lower_step(tried).compile().as_text() or "", devices)
-    sizes = describe(devices).partition(" ")[0]
+    sizes = written(devices)
     return Measured(strategy=strategy or sizes, mesh=sizes, rows=compare(found, wanted), no_formula=no_formula)
 
 

@@ -19,13 +19,16 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from maxdiffusion.common_types import LogicalAxisRules
+from maxdiffusion.errors import UsageError
+from maxdiffusion.kernels.attention.context import plan_context
 from maxdiffusion.models.registry import lookup
 from maxdiffusion.models.spec import ModelSpec
+from maxdiffusion.nn.attention import attention_calls
 from maxdiffusion.nn.model import DiffusionModel
 from maxdiffusion.nn.stack import stack_params, unstack_params
-from maxdiffusion.parallel.mesh import build_mesh, describe
+from maxdiffusion.parallel.mesh import build_mesh, written
 from maxdiffusion.parallel.pipeline import num_stages, stage_axes
-from maxdiffusion.specs import MeshSpec
+from maxdiffusion.specs import AttentionSpec, MeshSpec
 
 LIMITS = {
     "float32": {"forward": 1e-6, "first_loss": 1e-6, "gradients": 1e-5, "worst_gradient": 1e-5, "loss": 1e-5},
@@ -47,6 +50,9 @@ SMALL_LEAF = 1e-3
 gradient is zero holds rounding noise and nothing else."""
 
 _OPTIMIZER = optax.adamw(1e-3)
+
+_DEGREE = 2
+"""Devices in a Ulysses group of `hybrid`."""
 
 _SIDE, _TEXT = 8, 8
 """Latents of 8 x 8, and 8 tokens of text: what a sequence can be cut into over 8 devices."""
@@ -134,7 +140,7 @@ def verify(
     logical_axis_rules: LogicalAxisRules | str | None = None,
     every: bool = False,
     only: Sequence[Setting] | None = None,
-    on_start: Callable[[int], None] = lambda number: None,
+    on_start: Callable[[int, str], None] = lambda number, mesh: None,
     on_cell: Callable[[Cell], None] = lambda cell: None,
 ) -> VerifyResult:
     """Compares the tiny twin of a model on a mesh with one device: forward, gradients, and ten steps of training.
@@ -145,7 +151,7 @@ def verify(
         logical_axis_rules: rules that come before the defaults, the name of a preset, or None.
         every: every combination of settings; False takes a set in which each pair of values occurs.
         only: these settings and no others.
-        on_start: called once, with the number of settings.
+        on_start: called once before anything is compiled, with the number of settings and the sizes of the mesh axes.
         on_cell: called after each cell.
 
     Raises:
@@ -155,6 +161,8 @@ def verify(
     spec = lookup(model)
     build = functools.partial(spec.build, "tiny", precision="highest")
     probe = build(mesh=devices, logical_axis_rules=logical_axis_rules, scan_layers=True)
+    chosen = settings(probe, every=every) if only is None else list(only)
+    on_start(len(chosen), written(devices))
     stages = num_stages(probe.layout)
     if stages > 1:
         # Two layers a stage, so that a circular schedule has two rounds.
@@ -170,8 +178,6 @@ def verify(
         return _run(build(dtype=dtype), weights, *example(masked))
 
     cells = []
-    chosen = settings(probe, every=every) if only is None else list(only)
-    on_start(len(chosen))
     for setting in chosen:
         began = time.perf_counter()
         tried = build(
@@ -180,7 +186,7 @@ def verify(
             attention_kernel=setting.attention,
             flash_min_seq_length=0,
             context_attention=setting.context,
-            ulysses_degree=2 if setting.context == "hybrid" else None,
+            ulysses_degree=_DEGREE if setting.context == "hybrid" else None,
             pipeline_schedule=setting.pipeline,
             dtype=setting.dtype,
             remat_policy=setting.remat.partition("+")[0],
@@ -190,7 +196,7 @@ def verify(
         errors = _compare(_run(tried, weights, *example(setting.masked)), alone(setting.dtype, setting.masked))
         cells.append(_cell(setting, errors, time.perf_counter() - began))
         on_cell(cells[-1])
-    return VerifyResult(model=model, mesh=describe(devices), cells=tuple(cells))
+    return VerifyResult(model=model, mesh=written(devices), cells=tuple(cells))
 
 
 def settings(model: DiffusionModel, *, every: bool) -> list[Setting]:
@@ -203,9 +209,10 @@ def settings(model: DiffusionModel, *, every: bool) -> list[Setting]:
     layout = model.layout
     parts = layout.divisor("activation_length")
     staged = bool(stage_axes(layout))
+    exchanges = ("ring", "auto", "gather", *(("hybrid",) if parts > _DEGREE and _has_groups(model) else ()))
     options: dict[str, tuple[Any, ...]] = {
         "attention": ("dot_product", "flash"),
-        "context": ("ring", "auto", "gather", "hybrid")[: 4 if parts > 2 else 3] if parts > 1 else ("auto",),
+        "context": exchanges if parts > 1 else ("auto",),
         "pipeline": ("gpipe", "circular") if staged else ("gpipe",),
         "dtype": ("float32", "bfloat16"),
         # Where there is no memory to offload to, the last one is `full` with named activations.
@@ -216,6 +223,23 @@ def settings(model: DiffusionModel, *, every: bool) -> list[Setting]:
     }
     product = [Setting(**dict(zip(options, values, strict=True))) for values in itertools.product(*options.values())]
     return product if every else _pairwise(product)
+
+
+def _has_groups(model: DiffusionModel) -> bool:
+    """Whether every attention of the model can swap tokens for heads in groups of `_DEGREE` devices."""
+    network, layout = model.alone(), model.layout
+    inputs = network.call_shapes(layout.batch_divisor, height=_SIDE, width=_SIDE, text=_TEXT)
+
+    def call(params: Any, inputs: Any) -> Any:
+        return network.apply({"params": params}, **inputs)
+
+    spec = AttentionSpec(context="hybrid", ulysses=_DEGREE)
+    try:
+        for _, found in attention_calls(call, network.abstract_params()[0], inputs):
+            plan_context(found.q_shape, found.k_shape, spec=spec, layout=layout, full_mask=found.full_mask)
+    except UsageError:
+        return False
+    return True
 
 
 def _pairwise(product: list[Setting]) -> list[Setting]:
