@@ -98,6 +98,13 @@ def test_idle_stages_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert err.count("the 2 stages of mesh axis 'stage' repeat the same work: scan_layers=False") == 1
 
 
+@pytest.mark.filterwarnings("default::maxdiffusion.errors.MaxDiffusionWarning")
+def test_a_warning_of_two_models_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """The model on the mesh, and the one alone whose attentions are looked at."""
+    assert main(["explain", "--model", "flux-schnell", "--mesh", "stage=2", "--dtype", "float16", "--json"]) == 0
+    assert capsys.readouterr().err.count("warning: FLUX.1 in float16 can overflow") == 1
+
+
 def _row(index: int, why: str = "") -> Row:
     return Row(
         parameter=f"p{index}",

@@ -15,6 +15,7 @@ import typer
 
 from maxdiffusion import errors
 from maxdiffusion.cli.main import app
+from maxdiffusion.config.load import load_recipe
 from maxdiffusion.models.registry import MODELS
 from maxdiffusion.parallel.rules import LOGICAL_AXES
 
@@ -54,12 +55,29 @@ def _commands() -> list[list[str]]:
 
 @pytest.mark.parametrize("words", _commands(), ids=" ".join)
 def test_commands_have_these_options(words: list[str]) -> None:
-    """Each verb reads its words; nothing runs."""
+    """Each verb reads its words, `train` its recipe with the changes; nothing runs."""
     verbs, name = typer.main.get_command(app), "maxdiffusion"
     while hasattr(verbs, "commands"):
         name, *words = words
         verbs = verbs.commands[name]  # type: ignore[attr-defined]
-    verbs.make_context(name, words)
+    read = verbs.make_context(name, words).params
+    if name == "train" and not read["recipe"].endswith(".yaml"):  # a file of the reader's
+        load_recipe(read["recipe"], read["changes"] or ())
+
+
+def _scripts() -> list[tuple[str, str]]:
+    """Each script of the repository that a page runs, and its options."""
+    texts = (page.read_text() for page in PAGES)
+    return sorted(
+        {found for text in texts for found in re.findall(r"python ((?:benchmarks|scripts)/\S+\.py)([^`\n]*)", text)}
+    )
+
+
+@pytest.mark.parametrize(("script", "options"), _scripts(), ids=" ".join)
+def test_scripts_have_these_options(script: str, options: str) -> None:
+    text = (ROOT / script).read_text()
+    for option in re.findall(r"--[\w-]+", options):
+        assert f'"{option}"' in text
 
 
 def test_the_table_of_logical_axes_is_the_code_s():

@@ -5,6 +5,7 @@ Exit status: 0 ok, 1 a check failed, 2 wrong usage, 3 another host is gone, 130 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -95,7 +96,7 @@ def main(args: Sequence[str] | None = None) -> int:
 def _run(args: Sequence[str] | None) -> int:
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _say_warning
+            warnings.showwarning = functools.partial(_say_warning, set())
             return app(args=args, prog_name="maxdiffusion", standalone_mode=False) or 0
     except HostGoneError as error:
         _refuse(str(error))
@@ -109,10 +110,15 @@ def _run(args: Sequence[str] | None) -> int:
         return INTERRUPTED
 
 
-def _say_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
-    """Our warnings are for the user, one line each; others keep the place that they come from."""
+def _say_warning(
+    said: set[str], message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any
+) -> None:
+    """Our warnings are for the user, one line each, once; others keep the place that they come from."""
     place = "" if issubclass(category, MaxDiffusionWarning) else f"{filename}:{lineno}: {category.__name__}: "
-    typer.echo(f"warning: {place}{message}", err=True)
+    line = f"warning: {place}{message}"
+    if line not in said:
+        said.add(line)
+        typer.echo(line, err=True)
 
 
 def _refuse(message: str) -> int:
