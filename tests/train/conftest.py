@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from etils.epath import backend
 from jax.sharding import Mesh
+from orbax.checkpoint._src.path import gcs_utils
 
 from maxdiffusion.config.schema import Recipe, TrainSection
 from maxdiffusion.data.batches import Batches, batches
@@ -24,6 +27,7 @@ from maxdiffusion.train.optim import optimizer
 from maxdiffusion.train.run import TrainResult, train
 from maxdiffusion.train.state import TrainState, initial_state, state_shapes
 from maxdiffusion.train.step import Objective, Step, train_step
+from tests.train.object_store import Store, object_store
 from tests.train.runs import run_recipe
 
 # Four channels a group at least: with one, the network has leaves whose true gradient is zero, and Adam turns their
@@ -125,3 +129,15 @@ def subject_on() -> Callable[..., Subject]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
     """A tiny run of six steps, on the mesh of the demonstration."""
     return train(run_recipe(tmp_path_factory.mktemp("runs") / "tiny", "train.eval_pictures=1"))
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of an empty bucket of an object store in this process."""
+    with object_store() as address:
+        monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
+        monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
+        monkeypatch.setattr(fsspec, "get_filesystem_class", lambda name: Store)
+        monkeypatch.setattr(backend.fsspec_backend, "_get_filesystem", lambda name: Store())
+        monkeypatch.setattr(gcs_utils, "is_hierarchical_namespace_enabled", lambda path: False)
+        yield "gs://bucket"

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
 
-import fsspec
 import numpy as np
 import pytest
-from etils.epath import backend
-from orbax.checkpoint._src.path import gcs_utils
 
+from maxdiffusion.data.png import write_png
+from maxdiffusion.paths import as_path
 from maxdiffusion.pipelines.checkpoint_folder import checkpoint_steps
+from maxdiffusion.pipelines.run_files import grids_in
 from maxdiffusion.tools.checkpoints import list_checkpoints
+from maxdiffusion.train.evaluate import evaluate_run
 from maxdiffusion.train.run import TrainResult, train
-from tests.train.object_store import Store, object_store
 from tests.train.runs import read_bits, run_recipe
 
 
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    with object_store() as address:
-        monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
-        monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
-        monkeypatch.setattr(fsspec, "get_filesystem_class", lambda name: Store)
-        monkeypatch.setattr(backend.fsspec_backend, "_get_filesystem", lambda name: Store())
-        monkeypatch.setattr(gcs_utils, "is_hierarchical_namespace_enabled", lambda path: False)
-        yield "gs://bucket"
+def test_the_newest_grid_of_a_run_in_an_object_store_is_found(bucket: str) -> None:
+    samples = as_path(f"{bucket}/runs/tiny/samples")
+    for step in (20, 3, 3):
+        write_png(samples / f"step-{step:06}.png", np.zeros((2, 2, 3), np.uint8), {"step": step})
+    assert [path.name for path in grids_in(samples)] == ["step-000003.png", "step-000003-2.png", "step-000020.png"]
+    assert grids_in(as_path(f"{bucket}/runs/other/samples")) == []
 
 
 @pytest.mark.slow
@@ -40,3 +37,7 @@ def test_a_run_lives_in_an_object_store(trained: TrainResult, bucket: str) -> No
     here, there = read_bits(trained.run, 6), read_bits(run, 6)
     for name, array in here.items():
         np.testing.assert_array_equal(there[name], array)
+    result = evaluate_run(run, num_seeds=1)
+    assert str(result.samples) == f"{run}/samples/step-000006.png"
+    assert json.loads(as_path(f"{run}/evaluation.json").read_text())["step"] == 6
+    assert "times chance" in as_path(f"{run}/report.html").read_text()

@@ -17,7 +17,7 @@ from maxdiffusion.data.pictures import Pictures
 from maxdiffusion.data.png import picture_grid, write_png
 from maxdiffusion.errors import UsageError
 from maxdiffusion.paths import as_path
-from maxdiffusion.pipelines.run_files import EVALUATION, METRICS, SAMPLES
+from maxdiffusion.pipelines.run_files import EVALUATION, METRICS, SAMPLES, grids_in
 from maxdiffusion.pipelines.trained import open_trained
 from maxdiffusion.train.feed import built_in, held_out_source
 from maxdiffusion.train.held_out import HeldOutLoss
@@ -135,7 +135,7 @@ def evaluate_run(run: str | Path, *, recipe: Recipe | None = None, num_seeds: in
         learned=losses.gain_interval[0] > 0 and figures.retrieval_interval[0] > figures.chance,
         seconds=time.perf_counter() - began,
         pictures=folder / f"{EVALUATION}.png",
-        samples=max((folder / SAMPLES).glob("*.png"), key=lambda path: path.stat().st_mtime_ns, default=None),
+        samples=next(reversed(grids_in(folder / SAMPLES)), None),
     )
     return _written(result, made, likeness.targets) if jax.process_index() == 0 else result
 

@@ -7,7 +7,6 @@ import html
 import io
 import json
 import math
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,16 @@ from maxdiffusion.config.load import RUN_RECIPE, load_run
 from maxdiffusion.errors import UsageError
 from maxdiffusion.paths import as_path, write_whole
 from maxdiffusion.pipelines.checkpoint_folder import checkpoint_folder, checkpoint_steps, read_manifest
-from maxdiffusion.pipelines.run_files import BAD_STEP, DIVERGED, EVALUATION, METRICS, REPORT, SAMPLES
+from maxdiffusion.pipelines.run_files import (
+    BAD_STEP,
+    DIVERGED,
+    EVALUATION,
+    METRICS,
+    REPORT,
+    SAMPLES,
+    grid_number,
+    grids_in,
+)
 from maxdiffusion.train import charts
 from maxdiffusion.train.charts import Line, line_chart, number, ramp, smoothed
 
@@ -165,8 +173,8 @@ def read_run(folder: Path) -> RunRecord:
     except (UsageError, yaml.YAMLError) as error:
         record.flaws.append(str(error))
     if (folder / SAMPLES).is_dir():
-        for path in sorted((folder / SAMPLES).glob("step-*.png"), key=_number_of):
-            step, _ = _number_of(path)
+        for path in grids_in(folder / SAMPLES):
+            step, _ = grid_number(path)
             record.samples[step] = path
     record.manifest = _newest_manifest(folder, record)
     if (folder / f"{EVALUATION}.json").exists():
@@ -464,12 +472,6 @@ def _json(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _number_of(path: Path) -> tuple[int, int]:
-    """Step of a grid, and which of that step it is: `step-000500-2.png` is the second, of a run that was resumed."""
-    found = re.fullmatch(r"step-(\d+)(?:-(\d+))?\.png", path.name)
-    return (int(found[1]), int(found[2] or 1)) if found else (0, 0)
 
 
 def _is_number(value: Any) -> bool:
