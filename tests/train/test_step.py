@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from maxdiffusion.errors import UsageError
 from maxdiffusion.pipelines.text_to_image import TextToImage
 from maxdiffusion.tools.traffic import traffic
 from maxdiffusion.train.step import losses_by_time, time_sampler_of
-from tests.train.conftest import BATCH, Subject, make_subject
+from tests.train.conftest import BATCH, TINY, Subject, make_subject
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +90,12 @@ def test_padding_counts_for_nothing(subject: Subject) -> None:
     np.testing.assert_allclose(results[0].grad_norm, results[1].grad_norm, rtol=1e-6)
 
 
-def _parts(count: int, mesh: Mesh) -> Subject:
+def _parts(count: int, mesh: Mesh, **values: Any) -> Subject:
     """The tiny training with its batch worked off in parts."""
     section = TrainSection(
         batch_size=BATCH, learning_rate=1e-3, warmup_steps=2, ema_decay=0.9, accumulation_steps=count
     )
-    return make_subject(mesh, section)
+    return make_subject(mesh, section, **values)
 
 
 def _ragged(batch: Batch) -> Batch:
@@ -119,6 +120,16 @@ def _two_steps(subject: Subject) -> tuple[np.ndarray, np.ndarray, list[np.ndarra
     return means, np.stack([result.losses for result in results]), moments, counts.pop()
 
 
+def _check_two_steps(found: tuple, wanted: tuple) -> None:
+    """float32 sums in another order; the second step starts from weights that Adam has moved by these differences."""
+    assert found[3] == wanted[3]
+    np.testing.assert_allclose(found[0], wanted[0], rtol=2e-5)
+    np.testing.assert_allclose(found[1], wanted[1], rtol=1e-4)
+    norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in wanted[2]))
+    for leaf, other in zip(found[2], wanted[2], strict=True):
+        assert np.linalg.norm(leaf - other) <= 1e-4 * max(np.linalg.norm(other), 1e-3 * norm)
+
+
 @pytest.fixture(scope="module")
 def large_batch(subject: Subject):
     return _two_steps(subject)
@@ -132,15 +143,29 @@ def halves(data_model: Mesh) -> Subject:
 @pytest.mark.parametrize("devices_used", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_parts_are_the_large_batch(devices_used: int, large_batch, halves: Subject, one_device: Mesh) -> None:
     """On one device and on eight, in steps that the schedule counts alike, with rows of weight 0 and a part of them."""
-    subject = _parts(4, one_device) if devices_used == 1 else halves
-    means, losses, moments, count = _two_steps(subject)
-    assert count == large_batch[3]
-    # float32 sums in another order; the second step starts from weights that Adam has moved by these differences.
-    np.testing.assert_allclose(means, large_batch[0], rtol=2e-5)
-    np.testing.assert_allclose(losses, large_batch[1], rtol=1e-4)
-    norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in large_batch[2]))
-    for leaf, wanted in zip(moments, large_batch[2], strict=True):
-        assert np.linalg.norm(leaf - wanted) <= 1e-4 * max(np.linalg.norm(wanted), 1e-3 * norm)
+    _check_two_steps(_two_steps(_parts(4, one_device) if devices_used == 1 else halves), large_batch)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*stack 'transformer_blocks' has 1 layer:maxdiffusion.errors.LayoutWarning")
+@pytest.mark.parametrize(
+    ("sizes", "values"),
+    [
+        ({"fsdp": 4, "tensor": 2}, {}),
+        ({"data": 4, "context": 2}, {}),  # rows of the feature maps, and the middle's attention in a ring
+        ({"fsdp": 2, "context": 2, "tensor": 2}, {}),
+        # The text transformer is the stack.
+        ({"stage": 2, "data": 2, "tensor": 2}, {"scan_layers": True, "model_config": TINY | {"text_layers": 2}}),
+    ],
+    ids=["fsdp-tensor", "data-context", "fsdp-context-tensor", "stage-data-tensor"],
+)
+def test_parts_are_the_large_batch_on_other_meshes(
+    sizes: dict[str, int], values: dict[str, Any], large_batch, one_device: Mesh, devices: np.ndarray
+) -> None:
+    """Where parts gather weights, exchange rows and keys, or are cut once more into a pipeline's microbatches."""
+    mesh = Mesh(devices.reshape(*sizes.values()), tuple(sizes))
+    whole = _two_steps(make_subject(one_device, **values)) if values else large_batch
+    _check_two_steps(_two_steps(_parts(2, mesh, **values)), whole)
 
 
 def test_gradients_of_parts_cross_the_batch_axis_once(halves: Subject, data_model: Mesh) -> None:
