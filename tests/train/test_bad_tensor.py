@@ -113,3 +113,15 @@ def test_states_and_batches_are_looked_at_first(subject: Subject) -> None:
     params["unet"]["conv_in"]["bias"] = params["unet"]["conv_in"]["bias"].at[0].set(jnp.nan)
     found = first_bad_tensor(subject.objective, state.replace(params=params, opt_state=moments), broken)  # type: ignore[attr-defined]
     assert found.name == "parameter unet/conv_in/bias"
+
+
+def test_a_sample_of_the_second_part_is_found(subject: Subject) -> None:
+    """Of two parts, the second has the odd rows; the picture is finite, and what the network makes of it is not."""
+    state, examples = subject.start(), subject.feed(subject.batches[0])
+    images = np.array(examples.images)
+    images[3] *= np.float32(1e38)
+    spoilt = dataclasses.replace(examples, images=jnp.asarray(images))
+    whole, halves = (first_bad_tensor(subject.objective, state, spoilt, parts=parts) for parts in (1, 2))
+    assert halves.name.startswith("activation unet/") and halves.kind == "activation"
+    assert halves.rows == (3,) and halves.gradients
+    assert halves == whole
