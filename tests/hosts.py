@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from pathlib import Path
 
 import jax
 
+from tests.children import ROOT, child
+
 PROGRAM = "import sys; from maxdiffusion.cli.main import main; sys.exit(main())"
-ROOT = Path(__file__).parent.parent
 SECONDS = 800.0
 """Longest that hosts may take: two processes of four devices each starve on a machine that does other things."""
 
@@ -87,6 +87,7 @@ def hosts(
     devices: int = 4,
     each: Mapping[int, Sequence[str]] | None = None,
     environ: Mapping[str, str] | None = None,
+    program: str = PROGRAM,
 ) -> Iterator[Running]:
     """Starts `maxdiffusion WORDS` on every host; those that still run at the end are killed.
 
@@ -97,6 +98,7 @@ def hosts(
         devices: virtual CPU devices of each.
         each: more words for some hosts.
         environ: more variables for all.
+        program: Python text that runs the command line; its last word is the host's number.
     """
     folder.mkdir(parents=True, exist_ok=True)
     address = f"127.0.0.1:{free_port()}"
@@ -107,9 +109,7 @@ def hosts(
         line = [*words, *(each or {}).get(host, ()), "--virtual-devices", str(devices), *own]
         log = folder / f"host-{host}.err"
         with log.open("w") as err, log.with_suffix(".out").open("w") as out:
-            process = subprocess.Popen(
-                [sys.executable, "-u", "-c", PROGRAM, *line], env=variables, stdout=out, stderr=err, text=True, cwd=ROOT
-            )
+            process = child(program, *line, env=variables, stdout=out, stderr=err)
         processes.append(process)
         logs.append(log)
     running = Running(processes, logs)

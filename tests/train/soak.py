@@ -26,10 +26,13 @@ import numpy as np
 from maxdiffusion.cli.devices import PATIENCE
 from maxdiffusion.pipelines.checkpoint_folder import CHECKPOINTS, checkpoint_steps, flaw
 from maxdiffusion.specs import THREADS_PER_DEVICE
+from tests.children import child
 from tests.train.runs import WORDS, read_bits, read_lines
 
 STEPS = {"unet": 150, "flux": 150}
 EVERY = 3
+
+VICTIM = "import sys; from tests.train.victim import main; sys.exit(main(*sys.argv[1:]))"
 
 PATIENT = 3600
 """Seconds that a whole run may take on a machine that does other things."""
@@ -58,13 +61,8 @@ def start(kind: str, folder: Path, steps: int, *, cache: Path | None, pause: str
     if cache is not None:
         more |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
     with folder.with_suffix(".log").open("a") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.train.victim", kind, str(folder.with_suffix(".ids")), *words],
-            env={**os.environ, **more},
-            cwd=Path(__file__).parents[2],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
+        return child(
+            VICTIM, kind, str(folder.with_suffix(".ids")), *words, env={**os.environ, **more}, stdout=log, stderr=log
         )
 
 

@@ -3,8 +3,9 @@
     victim unet IDS KEY=VALUE...     what `maxdiffusion train` does, by its own command line
     victim flux IDS FOLDER STEPS     the same loop, state and checkpoints with an objective for FLUX.1's tiny twin
 
-Both append to IDS a line for every batch that a step is given: its number and its samples. VICTIM_PAUSE says where to
-wait for ever: `step:N` before step N, `write:N` while the checkpoint of step N is written, all but its last file.
+Both append to IDS a line for every batch that a step is given: its number, the size of its pictures and its samples.
+VICTIM_PAUSE says where to wait for ever: `step:N` before step N, `write:N` while the checkpoint of step N is written,
+all but its last file.
 """
 
 from __future__ import annotations
@@ -43,13 +44,15 @@ def spy(on_batch: Callable[[Batch], None], on_write: Callable[[int], None] = lam
     checkpoint.Checkpoints.seal = sealed
 
 
-def write_and_wait(ids: Path, pause: str) -> None:
+def note(ids: str | Path, pause: str = "") -> None:
     """Spies for the file of batches, and waits for ever where it is told."""
+    ids = Path(ids)
     where, _, number = pause.partition(":")
 
     def on_batch(batch: Batch) -> None:
+        line = {"step": batch.step, "size": batch.images.shape[1:3], "samples": batch.index.tolist()}
         with ids.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": batch.step, "samples": batch.index.tolist()}) + "\n")
+            file.write(json.dumps(line) + "\n")
         if (where, number) == ("step", str(batch.step)):
             time.sleep(3600)
 
@@ -62,7 +65,7 @@ def write_and_wait(ids: Path, pause: str) -> None:
 
 def main(kind: str, ids: str, *words: str) -> int:
     """Trains; the exit status is that of the command line."""
-    write_and_wait(Path(ids), os.environ.get("VICTIM_PAUSE", ""))
+    note(ids, os.environ.get("VICTIM_PAUSE", ""))
     if kind == "unet":
         from maxdiffusion.cli.main import main as command_line
 
