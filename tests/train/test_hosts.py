@@ -16,7 +16,8 @@ from PIL import Image
 from maxdiffusion.errors import HOST_GONE
 from maxdiffusion.pipelines.checkpoint_folder import checkpoint_steps
 from maxdiffusion.train.run import TrainResult, train
-from tests.hosts import hosts
+from tests.data.formats import picture, write_tar
+from tests.hosts import PROGRAM, hosts
 from tests.train.runs import WORDS, read_lines, run_recipe
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(900)]
@@ -154,6 +155,58 @@ def test_hosts_that_share_every_row_read_the_same_pictures(trained: TrainResult,
         for host in running.wait():
             assert host.status == 0, host.said
     np.testing.assert_allclose(list(_losses(tmp_path / "run").values()), list(_losses(trained.run).values()), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_draw_pictures_of_several_sizes_as_one_does(tmp_path: Path) -> None:
+    sizes, steps = (
+        {(8, 8): 20, (8, 24): 12},
+        8,
+    )  # batches of 8: two epochs to a row, whose ends cut batches of both sizes
+    _write_sizes(tmp_path / "data", sizes)
+    words = ["data.source=webdataset", f"data.path={tmp_path / 'data'}", "data.buckets=[8x8, 8x24]"]
+    words += [
+        'sample.prompts=["a lemon"]',
+        f"train.steps={steps}",
+        "train.sample_every=0",
+        "train.eval_every=0",
+        "train.checkpoint_every=0",
+    ]
+    program = f"import sys; from tests.train.victim import note; note({str(tmp_path)!r} + f'/{{sys.argv[-1]}}.ids')\n"
+    with hosts(tmp_path / "logs", *_words(tmp_path / "two", *words), program=program + PROGRAM) as running:
+        for host in running.wait():
+            assert host.status == 0, host.said
+    alone = run_recipe(tmp_path / "one", *words)
+    train(alone)
+    # The bound of the specification, in float32; sums over hosts are of another order.
+    ours, wanted = _losses(tmp_path / "two"), _losses(tmp_path / "one")
+    assert list(ours) == list(wanted) == list(range(1, steps + 1))
+    np.testing.assert_allclose(list(ours.values()), list(wanted.values()), rtol=1e-5)
+
+    first, second = (read_lines(tmp_path / f"{host}.ids") for host in range(2))
+    drawn: dict[tuple[int, ...], list[int]] = {size: [] for size in sizes}
+    for number, (one, other) in enumerate(zip(first, second, strict=True)):
+        assert (one["step"], one["size"]) == (other["step"], other["size"]) == (number, one["size"])
+        assert len(one["samples"]) == len(other["samples"]) == alone.train.batch_size // 2
+        drawn[tuple(one["size"])] += one["samples"] + other["samples"]
+    rows = np.cumsum([0, *sizes.values()])
+    for (size, count), start in zip(sizes.items(), rows, strict=False):
+        for epoch in range(2):
+            samples = drawn[size][epoch * count : (epoch + 1) * count]
+            assert sorted(samples) == list(range(start, start + count)), (size, epoch)
+
+
+def _write_sizes(folder: Path, sizes: dict[tuple[int, int], int]) -> None:
+    """Tar shards with so many pictures of each height and width, one size after the other."""
+    folder.mkdir()
+    captions = ("a red apple", "a lemon", "a fox")
+    for (height, width), count in sizes.items():
+        members = []
+        for row in range(count):
+            name = f"{row:02}"
+            members += [(f"{name}.png", picture(100 * width + row, width, height))]
+            members += [(f"{name}.txt", captions[row % len(captions)].encode())]
+        write_tar(folder / f"{width:02}.tar", members)
 
 
 def _wait_for_checkpoint(run: Path, seconds: float = 400.0) -> None:
