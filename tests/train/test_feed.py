@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,14 @@ from jax.sharding import PartitionSpec as P
 from maxdiffusion.config.schema import DataSection
 from maxdiffusion.data.batches import batches
 from maxdiffusion.data.pictures import pictures
-from maxdiffusion.errors import UsageError
+from maxdiffusion.errors import MaxDiffusionWarning, UsageError
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.train.feed import (
     captions_of,
     held_out_source,
     learn_words,
     make_feed,
+    measured_source,
     reading_threads,
     training_source,
 )
@@ -85,6 +87,24 @@ def test_held_out_pairs_are_of_the_chosen_concepts() -> None:
     assert len(training) + len(held_out) == 4 * 160
     assert held_out_source(DataSection(split="all")) is None
     assert held_out_source(DataSection(source="folder", path="x")) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"source": "folder", "path": "x"}, "data.source=folder has no held-out pairs"),
+        ({"split": "all"}, "data.split=all trains on the held-out pairs: write data.split=train"),
+        ({"concepts": ("lemon",), "styles": ("flat",)}, "the concepts and styles chosen have no held-out pair"),
+    ],
+)
+def test_measuring_where_nothing_is_held_out_is_warned_about(values: dict, told: str) -> None:
+    section = DataSection(size=8, **values)
+    with pytest.warns(MaxDiffusionWarning, match=f"train.eval_every=5 measures nothing: {told}"):
+        assert measured_source(section, eval_every=5) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert measured_source(section, eval_every=0) is None
+        assert measured_source(DataSection(concepts="demo-160", size=8), eval_every=5) is not None
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from maxdiffusion.data.source import Source
 from maxdiffusion.data.tables import Columns, arrow_shards, parquet_shards
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.data.webdataset import tar_shards
-from maxdiffusion.errors import UsageError
+from maxdiffusion.errors import MaxDiffusionWarning, UsageError
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.multihost import share_of
 from maxdiffusion.parallel.rules import axes_of
@@ -93,6 +94,29 @@ def held_out_source(section: DataSection) -> Pictures | None:
         return built_in(section, "held_out")
     except UsageError:  # the few concepts chosen lose no pair
         return None
+
+
+def measured_source(section: DataSection, *, eval_every: int) -> Pictures | None:
+    """The held-out pictures that a training is measured on as it goes; None where it is not.
+
+    Args:
+        section: of the data.
+        eval_every: steps between measurements; 0 for none.
+
+    Warns:
+        MaxDiffusionWarning: they are asked for, and nothing is held out.
+    """
+    found = held_out_source(section) if eval_every else None
+    if eval_every and found is None:
+        if section.source != "pictures":
+            why = f"data.source={section.source} has no held-out pairs, only the built-in pictures have"
+        elif section.split != "train":
+            why = f"data.split={section.split} trains on the held-out pairs: write data.split=train"
+        else:
+            why = "the concepts and styles chosen have no held-out pair"
+        text = f"train.eval_every={eval_every} measures nothing: {why}; train.eval_every=0 says that none is wanted"
+        warnings.warn(text, MaxDiffusionWarning, stacklevel=2)
+    return found
 
 
 def built_in(section: DataSection, split: Split) -> Pictures:

@@ -34,9 +34,9 @@ from maxdiffusion.train.diverged import Rescue
 from maxdiffusion.train.feed import (
     built_in,
     captions_of,
-    held_out_source,
     learn_words,
     make_feed,
+    measured_source,
     reading_threads,
     training_source,
 )
@@ -120,6 +120,7 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
     folder, done = open_run(recipe, resume=recipe.resume if resume is None else resume)
     mesh = build_mesh(recipe.mesh_spec)
     source = training_source(recipe.data)
+    held_out = measured_source(recipe.data, eval_every=recipe.train.eval_every)
     samples = Fingerprint.of(source)
     _meet(watch, recipe, mesh=mesh, samples=samples, done=done)
     changed = bool(done) and check_data(folder, done, samples, allowed=recipe.train.resume_changes)
@@ -184,7 +185,6 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
         with reporter.phase(f"samples of step {number}"):
             pictures.append(grid.draw(sampling_weights(state), folder / SAMPLES / f"step-{number:06}.png", number))
 
-    held_out = held_out_source(recipe.data) if section.eval_every else None
     measure = None if held_out is None else _evaluation(recipe, objective, tokenizer, held_out, reporter)
     loop = Loop(
         section=section,
