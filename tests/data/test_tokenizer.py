@@ -1,6 +1,7 @@
 """Words to ids: what counts as a word, fixed length, unknown words by name, the same after saving."""
 
 import json
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from maxdiffusion.data.pictures import pictures
 from maxdiffusion.data.tokenizer import BEGIN_ID, PAD_ID, UNKNOWN_ID, WordTokenizer
-from maxdiffusion.errors import UsageError
+from maxdiffusion.errors import MaxDiffusionWarning, UsageError
 
 CAPTIONS = ["a red apple, flat style", "a fox, noto style", "a man's shoe, flat style", "a keycap #, flat style"]
 
@@ -85,7 +86,15 @@ def test_words_do_not_depend_on_the_order_of_the_captions(tokenizer: WordTokeniz
 
 
 def test_max_words_keeps_the_most_frequent():
-    small = WordTokenizer.train(CAPTIONS, max_length=8, max_words=3)
+    with pytest.warns(MaxDiffusionWarning) as said:
+        small = WordTokenizer.train(CAPTIONS, max_length=8, max_words=3)
+    number = len(WordTokenizer.train(CAPTIONS, max_length=8).words)
+    (line,) = [str(one.message) for one in said]
+    assert line.startswith(f"the captions have {number} different words and the 3 most frequent are learnt")
+    assert f"the other {number - 3} are all the same ('" in line and line.endswith(", ...)")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(WordTokenizer.train(CAPTIONS, max_length=8, max_words=number).words) == number
     assert small.words == ("a", "style", "flat")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Int32
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from maxdiffusion.errors import UsageError
+from maxdiffusion.errors import MaxDiffusionWarning, UsageError
 from maxdiffusion.paths import as_path, write_whole
 
 PAD, UNKNOWN, BEGIN = "<pad>", "<unk>", "<begin>"
@@ -46,6 +48,9 @@ class WordTokenizer:
             max_length: ids of an encoded text; one is the begin token.
             max_words: keep this many of the most frequent words.
 
+        Warns:
+            MaxDiffusionWarning: there are more words; the rest become one unknown word.
+
         Raises:
             UsageError: no words at all, or a caption that is longer than `max_length` allows.
         """
@@ -61,6 +66,8 @@ class WordTokenizer:
         if tokenizer.vocab_size == 3:
             raise UsageError("the captions have no words: a tokenizer cannot be learnt from them")
         tokenizer.encode(captions)
+        if len(learnt) >= max_words:
+            tokenizer._warn_of_lost_words(captions)
         return tokenizer
 
     @property
@@ -120,6 +127,20 @@ class WordTokenizer:
             for word in self.split(text)
             if self.model.token_to_id(word) is None
         }
+
+    def _warn_of_lost_words(self, captions: Iterable[str]) -> None:
+        """Says how many words of the captions are not known, and the most frequent of them."""
+        lost = Counter(
+            word for caption in captions for word in self.split(caption) if self.model.token_to_id(word) is None
+        )
+        if lost:
+            known = self.vocab_size - len((PAD, UNKNOWN, BEGIN))
+            some = ", ".join(f"'{word}'" for word, _ in lost.most_common(3))
+            text = (
+                f"the captions have {known + len(lost):,} different words and the {known:,} most frequent are learnt: "
+                f"to the model the other {len(lost):,} are all the same ({some}{', ...' if len(lost) > 3 else ''})"
+            )
+            warnings.warn(text, MaxDiffusionWarning, stacklevel=3)
 
     def as_text(self) -> str:
         """The JSON that `load` reads."""
