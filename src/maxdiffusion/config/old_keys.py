@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -40,9 +41,21 @@ def _none(note: str) -> OldKey:
     return OldKey(new=None, note=note)
 
 
+def _text(value: Any) -> str:
+    """A value as it is written in a recipe."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _whole(value: Any, *, least: int = 0) -> int | None:
+    """The value if it is a whole number of `least` or more."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= least else None
+
+
 def _slices(axis: str) -> OldKey:
     def write(value: Any) -> str:
-        return f"mesh.dcn.{axis}={'NUMBER_OF_SLICES' if value == -1 else value}"
+        return f"mesh.dcn.{axis}={_whole(value, least=1) or 'NUMBER_OF_SLICES'}"
 
     return _is(f"mesh.dcn.{axis}", "across slices; -1 is not taken here, write the number of slices", write)
 
@@ -59,19 +72,46 @@ def _attention(value: Any) -> str:
 
 
 def _strategy(value: Any) -> str:
-    name = value.get("strategy", "none") if isinstance(value, Mapping) else "NAME"
+    name = value.get("strategy") or "none" if isinstance(value, Mapping) else "NAME"
     return "uniform" if name == "none" else str(name)
+
+
+def _prediction(value: Any) -> str:
+    name = value.get("prediction_type") or "velocity" if isinstance(value, Mapping) else "NAME"
+    return f"diffusion.prediction={name}"
+
+
+def _prompts(value: Any) -> str:
+    return f"sample.prompts=[{json.dumps(value if isinstance(value, str) else 'TEXT', ensure_ascii=False)}]"
+
+
+def _shift(value: Any) -> str:
+    return f"diffusion.shift={1.0 if value is False else 'NUMBER'}"
 
 
 def _steps(name: str) -> Callable[[Any], str]:
     return lambda value: f"{name}={0 if value == -1 else 'STEPS'}"
 
 
-def _begin(value: Any) -> int:
-    return value if isinstance(value, int) else 10
+def _evaluated(value: Any) -> str:
+    return f"train.eval_every={0 if value in (0, -1) else _whole(value) or 'STEPS'}"
+
+
+def _traced(*, begin: Any = None, number: Any = None) -> str:
+    first, steps = _whole(begin), _whole(number, least=1) or 3
+    first = 10 if first is None else first
+    return f"profile.steps={first}:{first + steps}"
 
 
 NOT_YET = "is not here yet"
+
+_BY_NAME = f"a data set by its name {NOT_YET}: data.source=arrow, parquet or folder reads what lies in data.path"
+
+_CACHED = f"a cache of latents and encoded texts {NOT_YET}"
+
+_TEXT_ENCODER = f"reading a published text encoder {NOT_YET}"
+
+_SHIFTED = "one number for every size of picture: e^base_shift at 256 tokens, e^max_shift at 4096"
 
 _TRACED = "steps done when the trace begins, and when it ends"
 
@@ -105,12 +145,10 @@ OLD_KEYS: Mapping[str, OldKey] = {
     "write_timing_metrics": _none("the time of each part is told as it ends, and metrics.jsonl has seconds"),
     "save_config_to_gcs": _none("recipe.yaml in the folder of the run is always written"),
     "jax_cache_dir": _none("set the variable JAX_COMPILATION_CACHE_DIR"),
-    "enable_profiler": _is("profile.steps", _TRACED, lambda value: "profile.steps=10:13"),
-    "skip_first_n_steps_for_profiler": _is(
-        "profile.steps", _TRACED, lambda value: f"profile.steps={_begin(value)}:{_begin(value) + 3}"
-    ),
-    "profiler_steps": _is("profile.steps", _TRACED, lambda value: f"profile.steps=10:{10 + (_begin(value) or 3)}"),
-    "profiler": _is("profile.steps", _TRACED, lambda value: "profile.steps=10:13"),
+    "enable_profiler": _is("profile.steps", _TRACED, lambda value: _traced()),
+    "skip_first_n_steps_for_profiler": _is("profile.steps", _TRACED, lambda value: _traced(begin=value)),
+    "profiler_steps": _is("profile.steps", _TRACED, lambda value: _traced(number=value)),
+    "profiler": _is("profile.steps", _TRACED, lambda value: _traced()),
     "enable_jax_named_scopes": _none("names of layers are always in the compiled program: leave it out"),
     "enable_mllog": _none(f"the log of MLPerf {NOT_YET}"),
     # The model
@@ -123,6 +161,13 @@ OLD_KEYS: Mapping[str, OldKey] = {
     "train_new_unet": _none("weights always start from the seed: leave it out"),
     "train_new_flux": _none("weights always start from the seed: leave it out"),
     "flux_name": _is("model"),
+    "clip_model_name_or_path": _none(_TEXT_ENCODER),
+    "t5xxl_model_name_or_path": _none(_TEXT_ENCODER),
+    "max_sequence_length": _none("texts are as long as the longest caption needs: leave it out"),
+    "offload_encoders": _none(_TEXT_ENCODER),
+    "lightning_repo": _none(f"SDXL-Lightning {NOT_YET}"),
+    "lightning_ckpt": _none(f"SDXL-Lightning {NOT_YET}"),
+    "lightning_from_pt": _none(f"SDXL-Lightning {NOT_YET}"),
     "activations_dtype": _is("dtype"),
     "norm_num_groups": _is("model_config.norm_num_groups"),
     "split_head_dim": _none("heads are always split: leave it out"),
@@ -147,28 +192,34 @@ OLD_KEYS: Mapping[str, OldKey] = {
     "text_encoder_learning_rate": _none(f"training a published text encoder {NOT_YET}"),
     "lora_config": _none(f"LoRA {NOT_YET}"),
     "controlnet_model_name_or_path": _none(f"ControlNet {NOT_YET}"),
+    "controlnet_from_pt": _none(f"ControlNet {NOT_YET}"),
+    "controlnet_conditioning_scale": _none(f"ControlNet {NOT_YET}"),
+    "controlnet_image": _none(f"ControlNet {NOT_YET}"),
     # The data
-    "dataset_name": _none(
-        f"data sets by name {NOT_YET}: data.source=arrow, parquet or folder reads what lies in data.path"
-    ),
-    "dataset_config_name": _none(
-        f"data sets by name {NOT_YET}: data.source=arrow, parquet or folder reads what lies in data.path"
-    ),
+    "dataset_name": _none(_BY_NAME),
+    "dataset_config_name": _none(_BY_NAME),
     "dataset_type": _is("data.source", "pictures (built in), folder, webdataset, arrow, parquet or array_record"),
     "train_split": _none("data.path is trained on whole; data.split is for the built-in pictures"),
     "train_data_dir": _is(
-        "data.path", "with data.source=folder", lambda value: f"data.source=folder data.path={value}"
+        "data.path",
+        "with data.source=folder",
+        lambda value: f"data.source=folder data.path={value if value and isinstance(value, str) else 'FOLDER'}",
     ),
-    "dataset_save_location": _none(f"caches of latents and encoded texts {NOT_YET}"),
-    "cache_latents_text_encoder_outputs": _none(f"caches of latents and encoded texts {NOT_YET}"),
-    "hf_data_dir": _none(
-        f"data sets by name {NOT_YET}: data.source=arrow, parquet or folder reads what lies in data.path"
-    ),
+    "dataset_save_location": _none(_CACHED),
+    "cache_latents_text_encoder_outputs": _none(_CACHED),
+    "hf_data_dir": _none(_BY_NAME),
     "hf_train_files": _is("data.path", "with data.source=parquet or arrow"),
     "grain_train_files": _is("data.path", "with data.source=array_record"),
     "image_column": _is("data.image_field"),
     "caption_column": _is("data.caption_field"),
     "resolution": _is("data.size"),
+    "hf_access_token": _none(_BY_NAME),
+    "tfrecords_dir": _none("TFRecord files are not read: data.source=array_record, webdataset, arrow or parquet are"),
+    "load_tfrecord_cached": _none(_CACHED),
+    "center_crop": _none("pictures are always cropped in the middle: leave it out"),
+    "random_flip": _none(f"mirroring pictures at random {NOT_YET}"),
+    "tokenize_captions_num_proc": _none("captions need no processes of their own: leave it out"),
+    "transform_images_num_proc": _is("data.num_threads", "threads, not processes"),
     "enable_data_shuffling": _none("every epoch has an order of its own: leave it out"),
     "reuse_example_batch": _none(f"training on one batch again and again {NOT_YET}"),
     "max_train_samples": _none("put fewer pictures into the folder"),
@@ -179,7 +230,7 @@ OLD_KEYS: Mapping[str, OldKey] = {
     "per_device_batch_size": _is(
         "train.batch_size",
         "over all devices here: times their number",
-        lambda value: f"train.batch_size={value} times the number of devices",
+        lambda value: f"train.batch_size={_whole(value, least=1) or 'PICTURES'} times the number of devices",
     ),
     "global_batch_size": _is("train.batch_size"),
     "checkpoint_every": _is(
@@ -187,7 +238,7 @@ OLD_KEYS: Mapping[str, OldKey] = {
         "in steps here, in samples there: over train.batch_size; -1 is 0",
         _steps("train.checkpoint_every"),
     ),
-    "eval_every": _is("train.eval_every", "-1 is 0", lambda value: f"train.eval_every={max(value, 0)}"),
+    "eval_every": _is("train.eval_every", "-1 is 0", _evaluated),
     "enable_single_replica_ckpt_restoring": _none("every host reads its own part: leave it out"),
     "save_optimizer": _none("the optimizer is always saved: leave it out"),
     "save_final_checkpoint": _none("the last step always saves: leave it out"),
@@ -205,11 +256,7 @@ OLD_KEYS: Mapping[str, OldKey] = {
     "diffusion_scheduler_config": _is(
         "diffusion.prediction",
         "prediction_type; rescale_zero_terminal_snr is diffusion.zero_terminal_snr",
-        lambda value: (
-            f"diffusion.prediction={dict(value).get('prediction_type') or 'velocity'}"
-            if isinstance(value, Mapping)
-            else "diffusion.prediction=NAME"
-        ),
+        _prediction,
     ),
     "timestep_bias": _is(
         "diffusion.timesteps",
@@ -218,8 +265,13 @@ OLD_KEYS: Mapping[str, OldKey] = {
     ),
     "snr_gamma": _none(f"weighting the loss by min-SNR {NOT_YET}"),
     "flow_shift": _is("diffusion.shift"),
-    "prompt": _is("sample.prompts", "a list", lambda value: f'sample.prompts=["{value}"]'),
+    "time_shift": _is("diffusion.shift", _SHIFTED, _shift),
+    "base_shift": _is("diffusion.shift", _SHIFTED, _shift),
+    "max_shift": _is("diffusion.shift", _SHIFTED, _shift),
+    "prompt": _is("sample.prompts", "a list", _prompts),
     "guidance_scale": _is("sample.guidance_scale"),
+    "prompt_2": _none(f"a text of its own for a second text encoder {NOT_YET}"),
+    "fps": _none(f"video {NOT_YET}"),
     "do_classifier_free_guidance": _is(
         "sample.guidance_scale", "1 is none", lambda value: f"sample.guidance_scale={'SCALE' if value else 1}"
     ),
@@ -258,7 +310,7 @@ def advice(key: str, value: Any) -> str | None:
         return None  # it only moved into a section, and the nearest name says so
     if old.new is None:
         return f"is a key of MaxDiffusion's earlier configurations: {old.note}"
-    words = old.write(value) if old.write else f"{old.new}={value}"
+    words = old.write(value) if old.write else f"{old.new}={_text(value)}"
     note = f" ({old.note})" if old.note else ""
     return f"is a key of MaxDiffusion's earlier configurations: write {words}{note}"
 
