@@ -316,6 +316,27 @@ def test_what_would_make_another_run_is_refused_at_resume(change: Callable, told
         open_run(change(tiny_recipe(run=str(run))), resume=True)
 
 
+def test_adafactor_keeps_its_first_moments_or_has_none(run: Path) -> None:
+    def recipe(beta1: float | None) -> Recipe:
+        return tiny_recipe(run=str(run), train=TrainSection(optimizer="adafactor", beta1=beta1))
+
+    for then, now, cure in (
+        (None, 0.9, r"keep train\.beta1=null$"),
+        (0.9, None, r"keep train\.beta1=0\.9 or set another value$"),
+    ):
+        _write_recipe(run, recipe(then))
+        with pytest.raises(
+            UsageError, match=f"trained by adafactor with train.beta1=.*: with a value it keeps .*{cure}"
+        ):
+            open_run(recipe(now), resume=True)
+    assert open_run(recipe(0.5), resume=True) == (run, 3)
+
+
+def _write_recipe(run: Path, recipe: Recipe) -> None:
+    """Makes it that of the run."""
+    write_run(run, recipe, learn_words(["a fox"]))
+
+
 def test_a_resumed_run_may_be_longer_and_on_another_mesh(run: Path) -> None:
     recipe = load_run(run, ["train.steps=7", "mesh=data=2", "train.learning_rate=1"]).recipe
     assert open_run(recipe, resume=True) == (run, 3)

@@ -65,6 +65,18 @@ def test_gradients_are_clipped_by_their_global_norm(clip: float | None, same: bo
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor"])
+def test_a_limit_of_gradients_may_come_and_go_and_change(name: str) -> None:
+    """A checkpoint names states by their places, which are the same with a limit and without."""
+    params = {"kernel": jnp.ones((2, 2))}
+    states = [optimizer(TrainSection(optimizer=name, grad_clip=clip)).init(params) for clip in (1.0, 2.0, None)]
+    places = [
+        [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)] for state in states
+    ]
+    assert places[0] == places[1] == places[2]
+    assert places[0] and all(place.startswith("[1]") for place in places[0])
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor"])
 def test_the_decay_follows_the_schedule(name: str) -> None:
     """A zero gradient leaves the decay alone: the learning rate of the step times `weight_decay`, of kernels only."""
     params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}

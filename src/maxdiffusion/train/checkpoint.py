@@ -170,10 +170,9 @@ def _data_of(folder: Path, step: int) -> Mapping[str, Any]:
 
 
 def _check_same_run(recipe: Recipe, folder: Path, *, knows_samples: bool) -> None:
+    then = load_run(folder).recipe
     # As written: lists and tuples are the same there.
-    old, new = (
-        {key: format_value(value) for key, value in flatten(one).items()} for one in (load_run(folder).recipe, recipe)
-    )
+    old, new = ({key: format_value(value) for key, value in flatten(one).items()} for one in (then, recipe))
     allowed = recipe.train.resume_changes
     free = (*FREE, *COMPARED) if knows_samples else FREE
     for key in sorted(old.keys() | new.keys()):
@@ -185,6 +184,14 @@ def _check_same_run(recipe: Recipe, folder: Path, *, knows_samples: bool) -> Non
                 f"run '{folder}' was trained with {key}={old.get(key, 'its default')}, and this recipe says "
                 f"{new.get(key, 'its default')}: resume it with the old value, or start another run with run=FOLDER"
             )
+    # The one coefficient that says what is kept: Adafactor has a first moment or none.
+    if recipe.train.optimizer == "adafactor" and (then.train.beta1 is None) != (recipe.train.beta1 is None):
+        before, now = old["train.beta1"], new["train.beta1"]
+        raise UsageError(
+            f"run '{folder}' was trained by adafactor with train.beta1={before}, and this recipe says {now}: with a "
+            "value it keeps first moments, with null it keeps none, and a run cannot change that; keep "
+            f"train.beta1={before}" + ("" if then.train.beta1 is None else " or set another value")
+        )
 
 
 class Checkpoints:

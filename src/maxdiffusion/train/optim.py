@@ -74,8 +74,9 @@ def optimizer(section: TrainSection, model: DiffusionModel | None = None) -> opt
     else:
         assert model is not None, "Muon needs the names of the weights' dimensions"
         rule = _muon(section, model.abstract_params()[1])
-    clip = [] if section.grad_clip is None else [optax.clip_by_global_norm(section.grad_clip)]
-    return optax.chain(*clip, rule)
+    # Without a limit something stands there too: a checkpoint names states by their places, and the limit may change.
+    clip = optax.identity() if section.grad_clip is None else optax.clip_by_global_norm(section.grad_clip)
+    return optax.chain(clip, rule)
 
 
 def _adamw(section: TrainSection, *, beta1: float) -> optax.GradientTransformation:
