@@ -18,6 +18,7 @@ from maxdiffusion.nn.stack import apply_stack, remat, stack_params, unstack_para
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.runtime import Runtime
 from maxdiffusion.specs import PipelineSpec, RematSpec
+from maxdiffusion.tools.traffic import traffic
 
 POLICIES = ("none", "minimal", "full")
 
@@ -264,3 +265,29 @@ def test_modules_in_a_pipeline_know_their_place(devices: np.ndarray) -> None:
     with nn.intercept_methods(note):
         jax.eval_shape(lambda: model.apply(params, WIDE, DEEP_SHIFT))
     assert paths == {"", "blocks", "blocks/dense"}
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_the_backward_pass_gathers_the_weights_of_blocks_again(devices: np.ndarray, scanned: bool) -> None:
+    """Kept, the gathered weights of all blocks would be the whole model on each device."""
+    layout = Layout.of(Mesh(devices.reshape(8), ("fsdp",)), None)
+    model = Model(Runtime(layout=layout, scan_layers=scanned))
+    x = jnp.ones((8, 64))
+    boxed = jax.eval_shape(model.init, jax.random.key(0), x, x)["params"]
+    shardings = layout.shardings(nn.unbox(boxed), parameter_names(boxed))
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(model.apply({"params": params}, x, x))
+
+    params = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        nn.unbox(boxed),
+        shardings,
+    )
+    compiled = (
+        jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), out_shardings=(None, (shardings, None)))
+        .lower(params, x)
+        .compile()
+    )
+    kernels = [one for one in traffic(compiled.as_text(), layout.mesh).collectives if one.kind == "all-gather"]
+    assert sum(one.count for one in kernels if 64 * 64 * 4 in one.tensors) == 2 * 3, kernels

@@ -36,7 +36,7 @@ def totals(exchanges: object) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def parameter(size: int, *gathered: str, layers: int = 1) -> Parameter:
-    return Parameter(bytes=size, layers=layers, stacked=layers > 1, gathered=gathered, of_tokens=True)
+    return Parameter(bytes=size, layers=layers, again=layers > 1, gathered=gathered, of_tokens=True)
 
 
 def of_flux(mesh: str, **keywords: str) -> dict[tuple[str, str], tuple[int, int]]:

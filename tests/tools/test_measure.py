@@ -169,8 +169,8 @@ def test_one_sum_along_both_axes_is_that_of_gradients_and_of_their_replicas() ->
         )
     )
     layout = Layout.of(build_mesh(MeshSpec.parse("data=2,fsdp=4")))
-    stored = Parameter(bytes=32_768, layers=3, stacked=True, gathered=("fsdp",), of_tokens=True)
-    whole = Parameter(bytes=9000, layers=1, stacked=False, gathered=(), of_tokens=True)
+    stored = Parameter(bytes=32_768, layers=3, again=True, gathered=("fsdp",), of_tokens=True)
+    whole = Parameter(bytes=9000, layers=1, again=False, gathered=(), of_tokens=True)
     sums = [one for one in fully_sharded([stored], ("data", "fsdp"), layout) if one.what != "parameters"]
     assert [(one.axes, one.bytes, one.part_of) for one in sums] == [(("fsdp",), 32_768, 0), (("data",), 8192, 32_768)]
     wanted = [*data_parallel([whole], ("data", "fsdp")), *sums]

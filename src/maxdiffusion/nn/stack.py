@@ -78,7 +78,7 @@ def remat(block: type[Block], runtime: Runtime, *, scanned: bool = False) -> typ
         runtime: how the model runs.
         scanned: the block is the body of a scan, which needs no barrier against common subexpressions.
     """
-    if runtime.remat.policy == "none" and not (scanned and runtime.layout.gathers):
+    if runtime.remat.policy == "none" and not runtime.layout.gathers:
         return block
     return nn.remat(block, policy=_policy(runtime), prevent_cse=not scanned)
 

@@ -26,6 +26,9 @@ SUMS = ("reduce-scatter", "all-reduce")
 _CONDITION = ("time_text_embed", "norm", "norm1", "norm1_context", "norm_out")
 """Modules of FLUX.1 that read the time and the pooled text of a sample, not its tokens."""
 
+_BLOCKS = ("transformer_blocks", "single_transformer_blocks", "blocks", "resnets")
+"""Names, before their number, of the blocks that `nn.stack.remat` is given; stacked ones are known by their axis."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
@@ -60,14 +63,14 @@ class Parameter:
     Attributes:
         bytes: that a device uses, of one layer where layers are stacked: the whole, or its part where tensors cut it.
         layers: that a device has of it, 1 where nothing is stacked.
-        stacked: whether it belongs to a stack, and is gathered layer by layer.
+        again: whether it belongs to a block, which gathers it again in the backward pass.
         gathered: mesh axes that only store it.
         of_tokens: whether tokens meet it, so that devices with parts of a sequence have parts of its gradient.
     """
 
     bytes: int
     layers: int
-    stacked: bool
+    again: bool
     gathered: tuple[str, ...]
     of_tokens: bool
 
@@ -97,7 +100,7 @@ def fully_sharded(parameters: Iterable[Parameter], axes: tuple[str, ...], layout
         layout: sizes of the mesh axes.
     """
     for one in parameters:
-        times = one.layers * (2 if one.stacked else 1)
+        times = one.layers * (2 if one.again else 1)
         yield Exchange(what="parameters", kinds=("all-gather",), axes=one.gathered, bytes=one.bytes, count=times)
         yield Exchange(what="gradients", kinds=SUMS, axes=one.gathered, bytes=one.bytes, count=one.layers)
         rest = tuple(axis for axis in axes if axis not in one.gathered)
@@ -212,7 +215,7 @@ def _parameters_moved(model: DiffusionModel, rows: tuple[str, ...], length: tupl
             Parameter(
                 bytes=used // layers,
                 layers=layers,
-                stacked=stacked,
+                again=stacked or any(part.rpartition("_")[0] in _BLOCKS for part in path_name(path).split("/")),
                 gathered=tuple(axis for axis in rows if axis in stored),
                 of_tokens=not any(part in path_name(path).split("/") for part in _CONDITION),
             )
