@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import struct
 import sys
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from maxdiffusion.config.load import load_recipe
+from maxdiffusion.config.schema import flatten
 from maxdiffusion.errors import UsageError
 from maxdiffusion.paths import as_path
 from maxdiffusion.train.metrics import MetricsFile
@@ -114,6 +117,61 @@ def test_wandb_goes_on_with_its_run(tmp_path: Path, wandb: _Wandb) -> None:
     assert ("define", (("*",), {"step_metric": "step"})) in wandb.calls and wandb.calls[-1][0] == "finish"
     open_trackers(recipe, tmp_path, resume_step=0)  # a new run in the same folder
     assert wandb.calls[-2][1]["id"] != first["id"]
+
+
+def _records(path: Path) -> list[Any]:
+    """The records of a run that the package keeps: LevelDB's log format (blocks of 32 KiB) behind seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, place, record, found = path.read_bytes(), 7, b"", []
+    while place < len(content):
+        left = 2**15 - place % 2**15
+        if left < 7:  # too little for the head of a fragment
+            place += left
+            continue
+        length, kind = struct.unpack_from("<HB", content, place + 4)
+        record += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # the whole of a record, or its end
+            found.append(Record.FromString(record))
+            record = b""
+    return found
+
+
+def test_the_wandb_package_keeps_config_numbers_and_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    package = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    recipe = _recipe("track.wandb=pictures", "track.wandb_mode=offline")
+    pixels = np.arange(72, dtype=np.uint8).reshape(4, 6, 3)
+    for resume_step in (0, 2):  # a run, and its second part
+        (tracker,) = open_trackers(recipe, tmp_path, resume_step=resume_step)
+        tracker.write(resume_step + 1, LINE)
+        tracker.picture("samples/00-fox", resume_step + 1, pixels, "a fox")
+        tracker.close()
+    package.teardown()  # ends its process
+    assert capfd.readouterr().out == "", "standard output is for results"
+    parts = sorted((tmp_path / "wandb").glob("offline-run-*"), key=lambda part: part.stat().st_ctime_ns)
+    known = (tmp_path / "wandb-run.txt").read_text().strip()
+    for part, step in zip(parts, (1, 3), strict=True):
+        records = _records(part / f"run-{known}.wandb")
+        (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+        assert (run.run_id, run.project, run.display_name) == (known, "pictures", tmp_path.name)
+        config = {one.key: json.loads(one.value_json) for one in run.config.update}
+        assert config["train.steps"] == 360 and set(flatten(recipe)) <= set(config)
+        (metric,) = [record.metric for record in records if record.WhichOneof("record_type") == "metric"]
+        assert (metric.glob_name, metric.step_metric) == ("*", "step")
+        told = [
+            {"/".join(one.nested_key) or one.key: json.loads(one.value_json) for one in record.history.item}
+            for record in records
+            if record.WhichOneof("record_type") == "history"
+        ]
+        line, picture = ({key: value for key, value in one.items() if key[0] != "_"} for one in told)
+        assert line == {"step": step, "loss": 0.5, "loss_by_time/0.0-0.5": 1.0}
+        assert (picture["step"], picture["samples/00-fox/caption"]) == (step, "a fox")
+        file = part / "files" / picture["samples/00-fox/path"]
+        np.testing.assert_array_equal(np.asarray(Image.open(file).convert("RGB")), pixels)
 
 
 def test_what_wandb_refuses_is_one_line_with_a_cure(tmp_path: Path, wandb: _Wandb) -> None:
