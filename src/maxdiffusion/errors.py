@@ -8,6 +8,9 @@ from collections.abc import Iterable
 HOST_GONE = 3
 """Exit status of a host that ends because another one is gone, or has left."""
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, and of a training that Ctrl-C or SIGTERM stopped before its last step."""
+
 
 class UsageError(ValueError):
     """What the user wrote cannot work; the message says why and what to write instead."""

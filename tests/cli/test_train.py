@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from maxdiffusion.cli import hosts
 from maxdiffusion.cli.main import main
+from maxdiffusion.errors import INTERRUPTED
 
 
 def _rows(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict]:
@@ -49,3 +53,36 @@ def test_a_mistake_leaves_standard_output_empty(capsys: pytest.CaptureFixture[st
     out, err = capsys.readouterr()
     assert out == ""
     assert err == "error: train.lerning_rate (command line) is unknown: did you mean 'train.learning_rate'?\n"
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_training_that_was_stopped_and_saved_is_not_told_as_a_finished_one(
+    interrupted: bool, several: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Launchers start a run again by its status. Hosts part in peace: `leave` would end this process for a failure."""
+    from maxdiffusion.train import run
+
+    result = run.TrainResult(
+        run=Path("runs/x"),
+        step=3,
+        loss=0.5,
+        images_per_second=1.0,
+        training_seconds=1.0,
+        compile_seconds=1.0,
+        total_seconds=2.0,
+        samples=None,
+        interrupted=interrupted,
+    )
+    parted: list[str] = []
+
+    def trained(*_: Any, **__: Any) -> run.TrainResult:
+        return result
+
+    monkeypatch.setattr(run, "train", trained)
+    monkeypatch.setattr(hosts, "joined", lambda: several and not parted)
+    monkeypatch.setattr("jax.distributed.shutdown", lambda: parted.append("together"))
+    words = ["train", "pictures-demo", "virtual_devices=null", "--json"]
+    assert main(words) == (INTERRUPTED if interrupted else 0)
+    assert json.loads(capsys.readouterr().out)["interrupted"] is interrupted
+    assert parted == ["together"] * several

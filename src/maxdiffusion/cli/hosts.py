@@ -48,6 +48,14 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def leave_together() -> None:
+    """Waits for the others and parts from them, where there are any: all have come to the same end."""
+    if joined():
+        import jax
+
+        jax.distributed.shutdown()
+
+
 def leave(status: int) -> int:
     """Ends this process's part: all well, it waits for the others; otherwise it ends at once, for they may never come.
 
@@ -59,10 +67,8 @@ def leave(status: int) -> int:
     """
     if not joined():
         return status
-    import jax
-
     if status == 0:
-        jax.distributed.shutdown()
+        leave_together()
         return status
     from maxdiffusion.parallel.board import BoardGoneError, open_board
 

@@ -1,6 +1,7 @@
 """`maxdiffusion VERB ...`: the verbs, and how errors leave the program.
 
-Exit status: 0 ok, 1 a check failed, 2 wrong usage, 3 another host is gone, 130 interrupted.
+Exit status: 0 ok, 1 a check failed, 2 wrong usage, 3 another host is gone, 130 interrupted (a training
+that Ctrl-C or SIGTERM stopped has saved its last step first).
 """
 
 from __future__ import annotations
@@ -28,11 +29,10 @@ from maxdiffusion.cli.report import report
 from maxdiffusion.cli.traffic import traffic
 from maxdiffusion.cli.train import train
 from maxdiffusion.cli.verify import verify
-from maxdiffusion.errors import HOST_GONE, HostGoneError, MaxDiffusionWarning, UsageError
+from maxdiffusion.errors import HOST_GONE, INTERRUPTED, HostGoneError, MaxDiffusionWarning, UsageError
 
 CRASHED = 1
 WRONG_USAGE = 2
-INTERRUPTED = 130
 
 app = typer.Typer(
     name="maxdiffusion",

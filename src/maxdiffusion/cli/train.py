@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from maxdiffusion.cli.options import Coordinator, HostId, HostTimeout, Json, NumHosts, VirtualDevices
+from maxdiffusion.errors import INTERRUPTED
 
 
 def train(  # noqa: PLR0913  each is an option
@@ -27,7 +28,7 @@ def train(  # noqa: PLR0913  each is an option
     host_id: HostId = None,
     host_timeout: HostTimeout = 100,
 ) -> None:
-    """Train a model. Ctrl-C saves and stops."""
+    """Train a model. Ctrl-C and SIGTERM save and stop, with exit status 130."""
     from maxdiffusion.cli import devices, hosts, output
     from maxdiffusion.config import show
     from maxdiffusion.config.load import load_recipe
@@ -57,3 +58,6 @@ def train(  # noqa: PLR0913  each is an option
         result = run(loaded.recipe, host_timeout=host_timeout)
     if not several or hosts.is_first():
         output.show_result(result, as_json=as_json)
+    if result.interrupted:
+        hosts.leave_together()
+        raise typer.Exit(INTERRUPTED)

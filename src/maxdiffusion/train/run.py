@@ -71,7 +71,7 @@ class TrainResult:
         compile_seconds: spent compiling the step.
         total_seconds: from the recipe to the last checkpoint.
         samples: newest grid of pictures; None where none was drawn.
-        interrupted: whether Ctrl-C stopped it before its last step.
+        interrupted: whether Ctrl-C or SIGTERM stopped it before its last step.
     """
 
     run: Path
