@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import fsspec
 import pytest
+from etils.epath import backend
 
 from maxdiffusion.tools.doctor import Finding, Scene, examine, this_machine
+from tests.train.object_store import Store
 
 SEEN = {
     "platform": "cpu", "kind": "cpu", "count": 8, "total": 8.0, "memory": None, "start": 1.0, "compile": 0.1,
@@ -23,14 +26,15 @@ def _examine(
     packages: dict[str, str] | None = None,
     probe: tuple[int, str, str] | None = None,
     without: tuple[str, ...] = (),
+    **scene_values: Path,
 ) -> dict[str, list[Finding]]:
     have = {name: version for name, version in (PACKAGES | (packages or {})).items() if name not in without}
     scene = Scene(
         environ={"HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), **(environ or {})},
-        run=tmp_path / "run",
         packages=have,
         devices=tmp_path / "dev",
         probe=lambda: probe or (0, json.dumps(SEEN), ""),
+        **{"run": tmp_path / "run", **scene_values},
     )
     found: dict[str, list[Finding]] = {}
     for finding in examine(scene):
@@ -135,3 +139,44 @@ def test_an_accelerator_that_jax_cannot_use_is_noted(tmp_path: Path) -> None:
     without = tuple(name for name in PACKAGES if name.startswith("jax-"))
     lines = [one.found for one in _examine(tmp_path, without=without)["platforms"]]
     assert any("an NVIDIA GPU is here, but jax was installed without CUDA" in line for line in lines)
+
+
+def test_a_folder_of_an_object_store_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the local disk of that name: pathlib makes `gs:/bucket` of the address on the command line."""
+    Store.store.clear()
+    monkeypatch.setattr(fsspec, "get_filesystem_class", lambda name: Store)
+    monkeypatch.setattr(backend.fsspec_backend, "_get_filesystem", lambda name: Store())
+    (line,) = _examine(tmp_path, run=Path("gs://bucket/run"))["disk"]
+    assert (line.state, line.found) == ("ok", "gs://bucket/run: a file was written, read and deleted")
+    assert Store.store == {}
+
+    def refused(*_: object, **__: object) -> None:
+        raise RuntimeError("403 no right to create objects\nand more")
+
+    monkeypatch.setattr(Store, "_open", refused)
+    (line,) = _examine(tmp_path, run=Path("gs://bucket/run"))["disk"]
+    assert line.state == "broken"
+    assert line.found == "gs://bucket/run cannot be written: RuntimeError: 403 no right to create objects"
+
+
+def test_an_address_whose_package_is_missing_is_a_finding_with_its_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> None:
+        raise ImportError
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
+    (line,) = _examine(tmp_path, run=Path("s3://bucket/run"))["disk"]
+    assert line.state == "broken" and "needs the package s3fs: pip install s3fs" in line.found
+
+
+def test_without_linux_s_file_the_memory_is_still_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = _examine(tmp_path, meminfo=tmp_path / "none")["memory"]
+    assert line.state == "ok" and line.found.endswith(" GiB; how much is free is not known")
+
+    def unknown(name: str) -> int:
+        raise ValueError("unrecognized configuration name")
+
+    monkeypatch.setattr("os.sysconf", unknown)
+    (line,) = _examine(tmp_path, meminfo=tmp_path / "none")["memory"]
+    assert line.state == "note" and line.found == "this system does not tell its size"

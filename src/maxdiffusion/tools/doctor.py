@@ -14,12 +14,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from maxdiffusion.errors import UsageError, nearest
+from maxdiffusion.paths import as_path, is_remote
 from maxdiffusion.specs import THREADS_PER_DEVICE
 
 State = Literal["ok", "note", "broken"]
@@ -101,6 +103,7 @@ class Scene:
         run: a folder that a run would write to.
         packages: installed packages and their versions, names in small letters with `-`.
         devices: folder of the machine's devices.
+        meminfo: file in which Linux says how much memory there is; other systems have none.
         probe: starts jax in a process of its own: exit status, standard output and standard error.
     """
 
@@ -109,6 +112,7 @@ class Scene:
     packages: Mapping[str, str]
     devices: Path
     probe: Callable[[], tuple[int, str, str]]
+    meminfo: Path = Path("/proc/meminfo")
 
 
 def examine(scene: Scene) -> tuple[Finding, ...]:
@@ -339,7 +343,15 @@ def _hosts(scene: Scene) -> Iterator[Finding]:
 
 
 def _memory(scene: Scene) -> Iterator[Finding]:
-    rows = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
+    told = scene.meminfo.read_text() if scene.meminfo.exists() else ""
+    rows = dict(re.findall(r"^(\w+):\s+(\d+) kB", told, re.MULTILINE))
+    if not {"MemTotal", "MemAvailable"} <= rows.keys():
+        size = _all_memory()
+        text = (
+            f"{size / 2**30:.1f} GiB; how much is free is not known" if size else "this system does not tell its size"
+        )
+        yield Finding(check="memory", state="ok" if size else "note", found=text)
+        return
     total, free = (int(rows[name]) * 1024 for name in ("MemTotal", "MemAvailable"))
     text = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     if free < 2**30:
@@ -348,29 +360,47 @@ def _memory(scene: Scene) -> Iterator[Finding]:
         yield Finding(check="memory", state="ok", found=text)
 
 
+def _all_memory() -> int | None:
+    """Bytes of this machine, where the system says so in POSIX's way."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
 def _disk(scene: Scene) -> Iterator[Finding]:
-    there = scene.run.absolute()
-    while not there.exists():
-        there = there.parent
-    trouble = _unwritable(there)
-    free = shutil.disk_usage(there).free
-    text = f"{scene.run}: {free / 2**30:.1f} GiB free"
-    if trouble:
-        yield Finding(
-            check="disk",
-            state="broken",
-            found=f"{scene.run} cannot be written: {trouble}",
-            cure="write run=FOLDER with another",
-        )
-    elif free < LITTLE_DISK:
-        yield Finding(check="disk", state="broken", found=text, cure="make room, or write run=FOLDER on another disk")
-    else:
-        yield Finding(check="disk", state="ok", found=text)
+    yield _run_folder(scene.run)
     home = Path(scene.environ.get("HOME", "/"))
     trouble = _unwritable(home)
     if trouble:
         text = f"the home folder {home} cannot be written: {trouble}; libraries keep caches there"
         yield Finding(check="disk", state="note", found=text, cure="set HOME to a folder of your own")
+
+
+def _run_folder(run: Path) -> Finding:
+    """Whether a run could write there, in a local folder or in an object store."""
+    other = "write run=FOLDER with another"
+    try:
+        place = as_path(run)
+    except UsageError as error:
+        return Finding(check="disk", state="broken", found=str(error))
+    if is_remote(place):
+        trouble = _unwritable_remote(place)
+        if trouble:
+            text = f"{place} cannot be written: {trouble}"
+            return Finding(check="disk", state="broken", found=text, cure=f"look at the bucket's rights, or {other}")
+        return Finding(check="disk", state="ok", found=f"{place}: a file was written, read and deleted")
+    there = place.absolute()
+    while not there.exists():
+        there = there.parent
+    trouble = _unwritable(there)
+    if trouble:
+        return Finding(check="disk", state="broken", found=f"{run} cannot be written: {trouble}", cure=other)
+    free = shutil.disk_usage(there).free
+    text = f"{run}: {free / 2**30:.1f} GiB free"
+    if free < LITTLE_DISK:
+        return Finding(check="disk", state="broken", found=text, cure="make room, or write run=FOLDER on another disk")
+    return Finding(check="disk", state="ok", found=text)
 
 
 def _cache(scene: Scene) -> Iterator[Finding]:
@@ -442,6 +472,18 @@ def _unwritable(folder: Path) -> str | None:
             return None
     except OSError as error:
         return error.strerror or str(error)
+
+
+def _unwritable_remote(folder: Path) -> str | None:
+    """Why a folder of an object store cannot be written, or None; what is written is deleted again."""
+    probe = folder / f".doctor-{uuid.uuid4().hex}"
+    try:
+        probe.write_text("doctor", encoding="utf-8")
+        wrong = None if probe.read_text(encoding="utf-8") == "doctor" else "what is read is not what was written"
+        probe.unlink()
+    except Exception as error:  # noqa: BLE001  each store's package has errors of its own
+        return f"{type(error).__name__}: {_line(error)}"
+    return wrong
 
 
 def _normal(name: str) -> str:
