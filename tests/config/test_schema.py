@@ -227,6 +227,26 @@ def test_a_data_section_refuses_sizes_and_paths_that_cannot_be(values: dict, tol
         DataSection(**{"source": "folder", "path": "x", **values})
 
 
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"split": "held_out"}, "split: source=folder has no use for it: write data.split=train, or leave it out"),
+        (
+            {"concepts": "demo-160"},
+            "concepts: source=folder has no use for it: write data.concepts=null, or leave it out",
+        ),
+        ({"styles": ("flat",)}, "styles: source=folder has no use for it: write data.styles=null"),
+        ({"bucket_step": 8}, "bucket_step: buckets=null has no use for it: leave it out, or take data.buckets=aspect"),
+        ({"max_buckets": 4, "buckets": ("8x8",)}, "max_buckets: a list of buckets has no use for it: leave it out"),
+    ],
+)
+def test_a_data_section_refuses_what_would_do_nothing(values: dict, told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        DataSection(**{"source": "folder", "path": "x", **values})
+    # What a run's recipe holds of its own accord stays valid.
+    DataSection(source="folder", path="x", split="train", concepts=None, bucket_step=16, max_buckets=8)
+
+
 def test_sizes_are_written_as_height_x_width() -> None:
     section = DataSection(source="webdataset", path=("a", "b"), buckets=("64x64", "48 x 80"))
     assert section.bucket_sizes == ((64, 64), (48, 80))

@@ -164,7 +164,12 @@ def test_two_processes_draw_pictures_of_several_sizes_as_one_does(tmp_path: Path
         8,
     )  # batches of 8: two epochs to a row, whose ends cut batches of both sizes
     _write_sizes(tmp_path / "data", sizes)
-    words = ["data.source=webdataset", f"data.path={tmp_path / 'data'}", "data.buckets=[8x8, 8x24]"]
+    words = [
+        "data.source=webdataset",
+        f"data.path={tmp_path / 'data'}",
+        "data.buckets=[8x8, 8x24]",
+        "data.concepts=null",
+    ]
     words += [
         'sample.prompts=["a lemon"]',
         f"train.steps={steps}",

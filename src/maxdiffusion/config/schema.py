@@ -147,6 +147,21 @@ class DataSection:
                 "or another step",
             )
         _ = self.bucket_sizes
+        self._refuse_what_has_no_use()
+
+    def _refuse_what_has_no_use(self) -> None:
+        """Values other than the defaults, which recipes of runs hold as well, must do something."""
+        if self.source != "pictures":
+            for key, default in (("concepts", "null"), ("styles", "null"), ("split", "train")):
+                if getattr(self, key) != getattr(type(self), key):
+                    cause = f"source={self.source} has no use for it: write data.{key}={default}, or leave it out"
+                    raise FieldError(key, cause)
+        if self.buckets != "aspect":
+            for key in ("bucket_step", "max_buckets"):
+                default = getattr(type(self), key)
+                if getattr(self, key) != default:
+                    has = "a list of buckets" if self.buckets else "buckets=null"
+                    raise FieldError(key, f"{has} has no use for it: leave it out, or take data.buckets=aspect")
 
     @property
     def bucket_sizes(self) -> tuple[tuple[int, int], ...]:
