@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,7 +15,7 @@ from maxdiffusion.config.schema import Recipe
 from maxdiffusion.data.fingerprint import Fingerprint
 from maxdiffusion.data.pictures import pictures
 from maxdiffusion.errors import UsageError
-from maxdiffusion.train.agreement import DisagreementError, agree, difference, setup_facts, source_hash
+from maxdiffusion.train.agreement import DisagreementError, agree, difference, setup_facts, share_folder, source_hash
 from tests.boards import boards
 
 
@@ -54,6 +56,41 @@ def test_every_host_hears_the_verdict() -> None:
     raised = _all_agree([{"seed": "0"}, {"seed": "0"}, {"seed": "1"}])
     assert [type(error) for error in raised] == [DisagreementError] * 3
     assert len({str(error) for error in raised}) == 1
+
+
+def _share(folders: list[Path]) -> list[BaseException | None]:
+    """What each host hears of its folder, each in a thread of its own."""
+    views = boards(len(folders))
+
+    def one(host: int) -> BaseException | None:
+        try:
+            share_folder(views[host], folders[host], seconds=5.0, patience=0.05)
+        except UsageError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(folders)) as threads:
+        return list(threads.map(one, range(len(folders))))
+
+
+def test_a_host_that_does_not_share_the_folder_is_named_before_the_first_step(tmp_path: Path) -> None:
+    ours, other = tmp_path / "runs" / "x", tmp_path / "elsewhere"
+    assert _share([ours] * 3) == [None] * 3
+    assert list(ours.iterdir()) == []
+    raised = _share([ours, ours, other])
+    assert [type(error) for error in raised] == [DisagreementError] * 3
+    assert {str(error) for error in raised} == {
+        f"the run's folder is not shared: host 0 wrote a file into {ours}, and host 2 does not find it in {other}: "
+        "give all hosts one folder of a shared file system, or a bucket"
+    }
+    assert list(ours.iterdir()) == [] and not other.exists()
+
+
+def test_the_file_of_an_earlier_run_does_not_count(tmp_path: Path) -> None:
+    other = tmp_path / "copied"
+    other.mkdir()
+    (other / ".hosts").write_text("0123")
+    assert [type(error) for error in _share([tmp_path / "run", other])] == [DisagreementError] * 2
 
 
 def test_a_host_that_does_not_come_is_named() -> None:

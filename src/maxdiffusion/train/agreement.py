@@ -1,14 +1,17 @@
-"""Before the first step, all hosts say what they run; the odd one out is named, with the value that differs."""
+"""Before the first step, all hosts say what they run, and where; the odd one out is named, with the value that differs."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
+import time
+import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -22,6 +25,13 @@ from maxdiffusion.parallel.board import Board
 
 PATIENCE = 600.0
 """Seconds that hosts may come to a check apart: one may read its pictures from a slower disk."""
+
+
+SHARED = 60.0
+"""Seconds that a host looks for what host 0 has written: network file systems remember that a file was not there."""
+
+TOKEN = ".hosts"
+"""File that host 0 writes into the run's folder for the others to find, and deletes again."""
 
 
 class DisagreementError(UsageError):
@@ -44,7 +54,82 @@ def agree(board: Board, topic: str, facts: Mapping[str, str], *, seconds: float 
         DisagreementError: they differ; raised on every host.
         UsageError: a host did not come to the check.
     """
-    board.write(f"agree-{topic}/{board.host}", json.dumps(dict(facts)))
+    _compare(board, topic, dict(facts), lambda said: difference(topic, said), seconds=seconds)
+
+
+def share_folder(board: Board, folder: Path, *, seconds: float = PATIENCE, patience: float = SHARED) -> None:
+    """Sees that the run's folder is one for all hosts: host 0 writes a file into it, and every host looks for it.
+
+    Args:
+        board: of all hosts.
+        folder: of the run; host 0 makes it.
+        seconds: to wait for the last host.
+        patience: seconds that a host looks.
+
+    Raises:
+        DisagreementError: a host does not find the file; raised on every host, with the name of the first such.
+        UsageError: host 0 cannot write there, or a host did not come to the check.
+    """
+    token, file = uuid.uuid4().hex, folder / TOKEN
+    if board.host == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file.write_text(token, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{folder} cannot be written: {error.strerror or error}; choose another folder") from error
+        board.write("folder", token)
+    wanted = board.wait_for("folder", seconds)
+    if wanted is None:
+        raise UsageError(f"host 0 has written nothing into the run's folder for {seconds:.0f} s: look at what it says")
+    seen = _holds(file, wanted, patience)
+    try:
+        _compare(board, "folder", {"folder": str(folder), "seen": seen}, _unshared, seconds=seconds)
+    finally:
+        if board.host == 0:
+            file.unlink(missing_ok=True)
+
+
+def _holds(file: Path, text: str, patience: float) -> bool:
+    """Whether a file holds a text, before the patience is over."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            if file.read_text(encoding="utf-8") == text:
+                return True
+        except OSError:
+            pass
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(min(1.0, patience))
+
+
+def _unshared(said: Mapping[int, Mapping[str, Any]]) -> str | None:
+    """The line about the hosts that do not see the folder of host 0."""
+    blind = [host for host, facts in said.items() if not facts["seen"]]
+    if not blind:
+        return None
+    host, more = blind[0], f" (nor do {len(blind) - 1} more hosts)" if len(blind) > 1 else ""
+    return (
+        f"the run's folder is not shared: host 0 wrote a file into {said[0]['folder']}, and host {host} does not "
+        f"find it in {said[host]['folder']}{more}: give all hosts one folder of a shared file system, or a bucket"
+    )
+
+
+def _compare(
+    board: Board,
+    topic: str,
+    facts: Mapping[str, Any],
+    judge: Callable[[Mapping[int, Any]], str | None],
+    *,
+    seconds: float,
+) -> None:
+    """Host 0 reads what all have to say on a topic and pins its verdict: a line if something is wrong.
+
+    Raises:
+        DisagreementError: something is; raised on every host.
+        UsageError: a host did not come to the check.
+    """
+    board.write(f"agree-{topic}/{board.host}", json.dumps(facts))
     if board.host == 0:
         said = {}
         for host in range(board.num_hosts):
@@ -54,7 +139,7 @@ def agree(board: Board, topic: str, facts: Mapping[str, str], *, seconds: float 
                     f"host {host} has not come to the check of {topic} for {seconds:.0f} s: look at what it says"
                 )
             said[host] = json.loads(text)
-        board.write(f"verdict/{topic}", difference(topic, said) or "")
+        board.write(f"verdict/{topic}", judge(said) or "")
     verdict = board.wait_for(f"verdict/{topic}", 2 * seconds)
     if verdict is None:
         raise UsageError(f"host 0 has given no verdict on {topic} for {2 * seconds:.0f} s: look at what it says")

@@ -28,7 +28,7 @@ from maxdiffusion.paths import as_path
 from maxdiffusion.pipelines.run_files import METRICS, SAMPLES
 from maxdiffusion.pipelines.run_folder import TOKENIZER
 from maxdiffusion.pipelines.text_to_image import TextToImage, sampler, text_to_image_of
-from maxdiffusion.train.agreement import agree, setup_facts, weight_facts
+from maxdiffusion.train.agreement import agree, setup_facts, share_folder, weight_facts
 from maxdiffusion.train.checkpoint import Checkpoints, check_data, open_run, write_run
 from maxdiffusion.train.diverged import Rescue
 from maxdiffusion.train.feed import (
@@ -122,7 +122,7 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
     source = training_source(recipe.data)
     held_out = measured_source(recipe.data, eval_every=recipe.train.eval_every)
     samples = Fingerprint.of(source)
-    _meet(watch, recipe, mesh=mesh, samples=samples, done=done)
+    _meet(watch, recipe, mesh=mesh, samples=samples, folder=folder, done=done)
     changed = bool(done) and check_data(folder, done, samples, allowed=recipe.train.resume_changes)
     tokenizer = WordTokenizer.load(folder / TOKENIZER) if done else learn_words(captions_of(source))
     if changed:
@@ -227,10 +227,11 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
     )
 
 
-def _meet(watch: Watchdog, recipe: Recipe, *, mesh: Mesh, samples: Fingerprint, done: int) -> None:
-    """Several hosts see that all are set up alike, and connect to each other."""
+def _meet(watch: Watchdog, recipe: Recipe, *, mesh: Mesh, samples: Fingerprint, folder: Path, done: int) -> None:
+    """Several hosts see that they share the folder and that all are set up alike, and connect to each other."""
     if watch.board is None:
         return
+    share_folder(watch.board, folder)
     agree(watch.board, "set-up", setup_facts(recipe, mesh=mesh, samples=samples, done=done))
     connect = connections(mesh)
     agree(watch.board, "connections", {})  # all have compiled it
