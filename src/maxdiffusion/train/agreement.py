@@ -1,4 +1,4 @@
-"""Before the first step, all hosts say what they run, and where; the odd one out is named, with the value that differs."""
+"""Before the first step, all hosts say what they run and where; the odd one is named, with the value that differs."""
 
 from __future__ import annotations
 
