@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -106,6 +107,22 @@ def test_what_is_no_step_may_take_its_time(caplog: pytest.LogCaptureFixture) -> 
     assert "late" not in caplog.text
 
 
+def test_steps_that_were_handed_out_together_have_the_time_that_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a second, fifty of which are handed out at once: the last may be late by a minute, not by fifty."""
+    now = 0.0
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
+    watch = Watchdog(seconds=60.0)
+    watch.step(1)
+    now = 1.0
+    watch.settled(1)
+    for done in range(2, 52):
+        watch.step(done)
+    now = 1.0 + 60.0 + 48.0
+    assert watch._late() is None
+    now = 1.0 + 60.0 + 50.0
+    assert (watch._late() or "").startswith("step 52 is late: nothing for 110 s")
+
+
 def test_a_host_without_a_sign_of_life_is_gone() -> None:
     mine, theirs = boards(2)
     ended: list[str] = []
@@ -116,6 +133,28 @@ def test_a_host_without_a_sign_of_life_is_gone() -> None:
         other.end()
         line = _until(ended)
     assert line.startswith("host 1 (other, pid 7, last seen after step 3) is gone: no sign of life for")
+
+
+def test_a_host_whose_run_has_ended_well_is_not_gone() -> None:
+    """Host 0 still closes its files, longer than a host may be silent."""
+    mine, theirs = boards(2)
+    ended: list[str] = []
+    with Watchdog(seconds=None, host_seconds=0.3, board=mine, end=ended.append):
+        with Watchdog(seconds=None, host_seconds=60.0, board=theirs, end=pytest.fail) as other:
+            other.step(3)
+            other.finished()
+            time.sleep(0.2)
+        time.sleep(0.9)
+    assert ended == []
+
+
+def test_a_host_that_dies_while_it_ends_is_gone() -> None:
+    mine, theirs = boards(2)
+    ended: list[str] = []
+    sign = {"name": "other", "pid": 7, "step": 3, "doing": "ending", "count": 1}
+    theirs.write("life/1", json.dumps(sign))
+    with Watchdog(seconds=None, host_seconds=0.3, board=mine, end=ended.append):
+        assert "host 1 (other, pid 7, ending, last seen after step 3) is gone" in _until(ended)
 
 
 def test_a_host_that_has_left_says_why() -> None:

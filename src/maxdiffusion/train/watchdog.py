@@ -38,6 +38,9 @@ GRACE = 5.0
 """Seconds that the main thread has to end by itself after another host has left."""
 
 
+ENDED = "ended"
+"""What a host does whose run has ended well: it gives no more signs of life, and is not gone."""
+
 NO_HOST_0 = (
     "host 0, which coordinates the others, is gone; this host stops; start all hosts again with resume=true to go on "
     "from the last checkpoint"
@@ -76,7 +79,8 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._step = 0
         self._settled: int | None = None
-        self._since = time.monotonic()
+        self._since = self._mark = time.monotonic()
+        self._pace: float | None = None
         self._doing = "starting"
         self._named: int | None = None
         self._abort: Any = None
@@ -95,7 +99,10 @@ class Watchdog:
         self._stopped.set()
         if self._abort is not None:
             _libc().signal(signal.SIGABRT, None)
-        if self.board is None or error is None:
+        if self.board is None:
+            return
+        if error is None:
+            self._say_that_all_is_done()
             return
         gone = None
         if _of_jax(error):
@@ -109,12 +116,15 @@ class Watchdog:
         with self._lock:
             self._step, self._since, self._doing = done, time.monotonic(), "training"
             if self._settled is None:
-                self._settled = done - 1
+                self._settled, self._mark = done - 1, self._since
 
     def settled(self, done: int) -> None:
         """The devices have finished step `done`."""
         with self._lock:
-            self._settled, self._since = done, time.monotonic()
+            self._since = time.monotonic()
+            if self._settled is not None and done > self._settled:
+                self._pace = (self._since - self._mark) / (done - self._settled)
+            self._settled, self._mark = done, self._since
 
     def finished(self) -> None:
         """There are no more steps; what follows may take as long as it takes."""
@@ -131,6 +141,7 @@ class Watchdog:
         finally:
             with self._lock:
                 self._doing, self._since = before, time.monotonic()
+                self._mark = self._since
 
     # --- In the thread ------------------------------------------------------------------------------------------------
 
@@ -177,15 +188,20 @@ class Watchdog:
             self._seen = (text, now)
             return None
         silent = now - self._seen[1]
-        return _gone_line({neighbour: text}, silent) if silent > self._host_seconds else None
+        if silent <= self._host_seconds or _has_ended(text):
+            return None
+        return _gone_line({neighbour: text}, silent)
 
     def _late(self) -> str | None:
         """The line about a step that takes too long, once a step."""
         with self._lock:
             step, doing = self._step, self._doing
             behind = max(step - (self._settled or 0), 1)
-            waited = time.monotonic() - self._since
-        if self._seconds is None or doing != "training" or waited <= self._seconds * behind or self._named == step:
+            waited, pace = time.monotonic() - self._since, self._pace
+        if self._seconds is None or doing != "training" or self._named == step:
+            return None
+        # The devices may be steps behind what was handed out: these take as long as steps took, if that is known.
+        if waited <= self._seconds + (behind - 1) * (self._seconds if pace is None else min(pace, self._seconds)):
             return None
         self._named = step
         head = f"step {step + 1} is late: nothing for {waited:.0f} s (train.watchdog_seconds={self._seconds:g})"
@@ -218,8 +234,21 @@ class Watchdog:
         except BoardGoneError:
             return NO_HOST_0
         mine = str(self.board.host)
-        silent = {host: text for host, text in after.items() if host != mine and before.get(host) == text}
+        silent = {
+            host: text
+            for host, text in after.items()
+            if host != mine and before.get(host) == text and not _has_ended(text)
+        }
         return _gone_line(silent, MISSED * INTERVAL) if silent else None
+
+    def _say_that_all_is_done(self) -> None:
+        """The last sign of life of a host whose run has ended well; others may be at it still, and must not miss it."""
+        if self._thread is not None:
+            self._thread.join(INTERVAL)  # whose sign would come after this one
+        with self._lock:
+            self._doing = ENDED
+        with contextlib.suppress(BoardGoneError):  # host 0 was faster
+            self._sign()
 
     def _say_and_exit(self, line: str) -> None:
         """Ends the process although its main thread may be stuck in a collective that will never end."""
@@ -235,6 +264,11 @@ class Watchdog:
         assert self.board is not None
         with contextlib.suppress(BoardGoneError):  # then nobody is left to read it
             self.board.write(f"left/{self.board.host}", why)
+
+
+def _has_ended(text: str) -> bool:
+    """Whether a sign of life is the last one of a host whose run has ended well."""
+    return bool(text) and json.loads(text)["doing"] == ENDED
 
 
 def _gone_line(silent: dict[str, str], seconds: float) -> str:
