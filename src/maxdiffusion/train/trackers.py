@@ -105,12 +105,11 @@ class TensorBoard:
 
         Args:
             folder: of the files.
-            resume_step: TensorBoard hides what earlier parts wrote about later steps.
+            resume_step: TensorBoard hides what earlier parts wrote about later steps; all, where it is 0.
         """
-        purge = resume_step + 1 if resume_step else None
         # Without a name of its own, a part that begins in the same second as another would write over it.
         self._writer: Any = import_module("tensorboardX").SummaryWriter(
-            str(folder), purge_step=purge, filename_suffix=f".{resume_step}"
+            str(folder), purge_step=resume_step + 1, filename_suffix=f".{resume_step}"
         )
 
     def write(self, step: int, values: Values) -> None:
