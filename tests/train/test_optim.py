@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -100,6 +102,25 @@ def test_adafactor_has_the_learning_rate_of_its_step_and_keeps_rows_and_columns(
     updates, state = rule.update({"kernel": signs * rows[:, None] * columns[None]}, state, params)
     np.testing.assert_allclose(updates["kernel"], -0.1 * signs, rtol=1e-4)
     assert sum(leaf.size for leaf in jax.tree.leaves(state)) < 128 + 130 + 10
+
+
+def test_adafactor_limits_each_layer_of_a_stack_as_if_it_were_alone() -> None:
+    """The second gradient of one layer leaps, that of the other does not."""
+    section = TrainSection(optimizer="adafactor", learning_rate=0.1, warmup_steps=0, weight_decay=0.0, grad_clip=None)
+    stack, layers = {"kernel": ("layers", "embed", "mlp")}, {"kernel_0": ("embed", "mlp"), "kernel_1": ("embed", "mlp")}
+
+    def second(names: dict[str, Any], cut: Callable[[jax.Array], dict[str, jax.Array]]) -> np.ndarray:
+        rule = optimizer(section, SimpleNamespace(abstract_params=lambda: (None, names)))  # type: ignore[arg-type]
+        params = cut(jnp.ones((2, 3, 4)))
+        gradient = jax.random.normal(jax.random.key(0), (2, 3, 4))
+        _, state = rule.update(cut(gradient), rule.init(params), params)
+        updates, _ = rule.update(cut(gradient * jnp.array([1.0, 50.0])[:, None, None]), state, params)
+        return np.concatenate([np.asarray(leaf).reshape(-1, 3, 4) for leaf in updates.values()])
+
+    together = second(stack, lambda leaf: {"kernel": leaf})
+    alone = second(layers, lambda leaf: {"kernel_0": leaf[0], "kernel_1": leaf[1]})
+    np.testing.assert_allclose(together, alone, rtol=1e-6)  # a mean of twelve numbers, summed in another order
+    np.testing.assert_allclose(np.sqrt(np.square(together[1]).mean()), 0.1, rtol=1e-5)  # it was limited
 
 
 NAMES = {

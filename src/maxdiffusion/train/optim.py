@@ -57,7 +57,8 @@ def optimizer(section: TrainSection, model: DiffusionModel | None = None) -> opt
 
     Args:
         section: which one, rates, decays and the largest norm of the gradients.
-        model: whose weights; only Muon asks, for the logical names of their dimensions.
+        model: whose weights; Muon and Adafactor ask for the logical names of their dimensions, which tell the layers of
+            a stack apart. Without it, Adafactor takes every weight as one.
     """
     if section.optimizer == "adamw":
         rule = _adamw(section, beta1=_or(section.beta1, 0.9))
@@ -70,7 +71,7 @@ def optimizer(section: TrainSection, model: DiffusionModel | None = None) -> opt
             mask=_kernels,
         )
     elif section.optimizer == "adafactor":
-        rule = _adafactor(section)
+        rule = _adafactor(section, None if model is None else model.abstract_params()[1])
     else:
         assert model is not None, "Muon needs the names of the weights' dimensions"
         rule = _muon(section, model.abstract_params()[1])
@@ -90,7 +91,7 @@ def _adamw(section: TrainSection, *, beta1: float) -> optax.GradientTransformati
     )
 
 
-def _adafactor(section: TrainSection) -> optax.GradientTransformation:
+def _adafactor(section: TrainSection, names: Any) -> optax.GradientTransformation:
     """Shazeer and Stern 2018, with an absolute learning rate (as Zhai et al. 2022, section 3.5) and AdamW's decay.
 
     `optax.adafactor` would add the decay after the learning rate, so that it would not follow the schedule.
@@ -98,11 +99,29 @@ def _adafactor(section: TrainSection) -> optax.GradientTransformation:
     momentum = [] if section.beta1 is None else [optax.ema(section.beta1, debias=False)]
     return optax.chain(
         optax.scale_by_factored_rms(min_dim_size_to_factor=FACTORED_FROM),
-        optax.clip_by_block_rms(1.0),
+        optax.clip_by_block_rms(1.0) if names is None else optax.stateless(_clip_by_layer(names)),
         *momentum,
         optax.add_decayed_weights(section.weight_decay, mask=_kernels),
         optax.scale_by_learning_rate(learning_rate(section)),
     )
+
+
+def _clip_by_layer(names: Any) -> Callable[..., Any]:
+    """Updates cut to a root mean square of 1, for each weight; a stack has one for each of its layers.
+
+    Args:
+        names: logical names of the weights' dimensions.
+    """
+
+    def one(update: Array, names: tuple[str | None, ...]) -> Array:
+        within = tuple(axis for axis, name in enumerate(names) if name != "layers")
+        return update / jnp.maximum(1.0, jnp.sqrt(jnp.mean(jnp.square(update), axis=within, keepdims=True)))
+
+    def clip(updates: Any, params: Any = None) -> Any:
+        del params
+        return jax.tree.map(one, updates, names)
+
+    return clip
 
 
 def _muon(section: TrainSection, names: Any) -> optax.GradientTransformation:
