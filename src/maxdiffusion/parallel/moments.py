@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from maxdiffusion.parallel.layout import partition
 from maxdiffusion.parallel.rules import axes_of
@@ -35,3 +35,23 @@ def moment_sharding(
         return None
     axes = [axes_of(entry) for entry in sharding.spec] + [()] * (len(weight) - len(sharding.spec))
     return NamedSharding(sharding.mesh, partition(axes[:lost] + axes[lost + 1 :]))
+
+
+def layer_sharding(sharding: Sharding | None, ndim: int) -> Sharding | None:
+    """The sharding of a layer of a stack: that of the stack less its first dimension, of which each device has all.
+
+    Args:
+        sharding: of the stack; one that has no mesh stays as it is.
+        ndim: number of the stack's dimensions.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    axes = [axes_of(entry) for entry in sharding.spec] + [()] * (ndim - len(sharding.spec))
+    return NamedSharding(sharding.mesh, partition(axes[1:]))
+
+
+def stack_sharding(sharding: Sharding | None) -> Sharding | None:
+    """The sharding of a stack of which every device holds a part of each layer."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, partition([(), *(axes_of(entry) for entry in sharding.spec)]))

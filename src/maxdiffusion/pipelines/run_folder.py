@@ -24,6 +24,7 @@ from maxdiffusion.errors import UsageError
 from maxdiffusion.nn.model import DiffusionModel
 from maxdiffusion.paths import as_text
 from maxdiffusion.pipelines.checkpoint_folder import checkpoint_folder, chosen_step, parts_in
+from maxdiffusion.pipelines.stored_layers import from_stored, leaf_names, stored_form
 
 TOKENIZER = "tokenizer.json"
 
@@ -46,7 +47,7 @@ def weight_shapes(model: DiffusionModel) -> Any:
 
 
 def read_part(run: str | Path, step: int, part: str, like: Any, *, cast: bool = False) -> Any:
-    """One part of a checkpoint.
+    """One part of a checkpoint; stacks of layers may be stored layer by layer, and the other way round.
 
     Args:
         run: the run's folder.
@@ -63,8 +64,10 @@ def read_part(run: str | Path, step: int, part: str, like: Any, *, cast: bool = 
     with quiet(), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
         try:
             stored = reader.metadata(as_text(folder)).item_metadata
-            _check_same(stored, like, place, part, cast=cast)
-            return reader.restore(as_text(folder), args=ocp.args.StandardRestore(like))
+            form = stored_form(like, stored)
+            _check_same(stored, form, place, part, cast=cast)
+            tree = reader.restore(as_text(folder), args=ocp.args.StandardRestore(form))
+            return tree if form is like else from_stored(like, tree)
         except UsageError:
             raise
         except (OSError, ValueError, RuntimeError) as error:
@@ -133,14 +136,7 @@ def _check_same(stored: Any, like: Any, place: str, part: str, *, cast: bool) ->
 
 def _leaves(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {"/".join(map(_key, path)): (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves}
-
-
-def _key(entry: Any) -> str:
-    """A step of a path, by what Orbax calls it: a list has no other names than its numbers."""
-    if isinstance(entry, jax.tree_util.SequenceKey):
-        return str(entry.idx)
-    return str(entry.name if isinstance(entry, jax.tree_util.GetAttrKey) else entry.key)
+    return {"/".join(leaf_names(path)): (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves}
 
 
 def _said(leaf: tuple[tuple[int, ...], str] | None) -> str:
