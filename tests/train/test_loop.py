@@ -76,6 +76,22 @@ def test_what_is_due_happens_at_its_step_and_at_the_last(subject: Subject, tmp_p
     np.testing.assert_allclose(outcome.loss, np.mean(list(losses.values())), rtol=1e-6)
 
 
+@pytest.mark.parametrize("what", ["on_sample", "on_evaluate"])
+def test_a_checkpoint_is_saved_before_what_else_is_due_in_its_step(what: str, subject: Subject, tmp_path: Path) -> None:
+    section = TrainSection(
+        steps=5, batch_size=BATCH, warmup_steps=2, log_every=2, sample_every=2, eval_every=2, checkpoint_every=2
+    )
+
+    def fails(state: TrainState) -> None:
+        raise RuntimeError("no picture today")
+
+    loop = _loop(subject, tmp_path, section, **{what: fails})
+    with pytest.raises(RuntimeError, match="no picture today"):
+        loop.run(subject.start())
+    loop.checkpoints.close()
+    assert _steps(tmp_path) == [2]
+
+
 def test_a_trace_holds_the_steps_asked_for_and_no_others(
     subject: Subject, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

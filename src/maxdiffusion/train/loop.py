@@ -169,6 +169,11 @@ class Loop:
             self.reporter.say(self.profiler.told())
         if stop.asked and not last:
             return
+        if last or due(section.checkpoint_every):  # first, so that nothing of what follows can lose the steps
+            self._flush(done, state)
+            self.metrics.flush()
+            with self._clock_stopped("saving a checkpoint"):
+                self.checkpoints.save(state)
         if due(section.eval_every) and self.on_evaluate is not None:
             self._flush(done, state)
             with self._clock_stopped("measuring held-out pictures"):
@@ -177,11 +182,6 @@ class Loop:
             self._flush(done, state)
             with self._clock_stopped("drawing samples"):
                 self.on_sample(state)
-        if last or due(section.checkpoint_every):
-            self._flush(done, state)
-            self.metrics.flush()
-            with self._clock_stopped("saving a checkpoint"):
-                self.checkpoints.save(state)
         if due(section.checkpoint_every) and not last and self.on_report is not None:
             with self._clock_stopped("writing the report"):
                 self.on_report()
