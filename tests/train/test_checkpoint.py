@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -23,6 +24,7 @@ from maxdiffusion.config.schema import Recipe, TrainSection
 from maxdiffusion.data.fingerprint import Fingerprint
 from maxdiffusion.errors import MaxDiffusionWarning, UsageError
 from maxdiffusion.pipelines.checkpoint_folder import checkpoint_steps, flaw
+from maxdiffusion.train import checkpoint
 from maxdiffusion.train.checkpoint import KEPT, CheckpointError, Checkpoints, check_data, open_run, write_run
 from maxdiffusion.train.feed import learn_words
 from maxdiffusion.train.state import TrainState
@@ -181,6 +183,32 @@ def test_an_error_in_the_background_is_one_line_at_the_next_step(
     assert checkpoint_steps(tmp_path) == [1, 2]
 
 
+def test_with_several_hosts_a_failure_is_raised_while_orbax_still_waits_for_the_others(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where host 0 failed, Orbax holds its thread until the others arrive, which wait for host 0."""
+
+    def full(self: Checkpoints, folder: Path, step: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Checkpoints, "seal", full)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(subject.start())
+    monkeypatch.setattr(checkpoint, "_several_hosts", lambda: True)
+    manager = checkpoints._manager
+    with monkeypatch.context() as others:
+        others.setattr(manager, "is_saving_in_progress", lambda: True)
+        others.setattr(manager, "wait_until_finished", lambda: pytest.fail("it waited for the others"))
+        deadline = time.monotonic() + 60
+        with pytest.raises(CheckpointError, match=r"step 0 could not be written .*No space left on device"):
+            while time.monotonic() < deadline:
+                checkpoints.check()
+                time.sleep(0.01)
+        checkpoints.close()
+    with contextlib.suppress(OSError):  # its thread's error
+        manager.close()
+
+
 def _cut(folder: Path) -> str:
     """Cuts the largest file of the weights in half; what is said of it."""
     largest = max(
@@ -314,6 +342,16 @@ def test_a_run_is_not_overwritten(run: Path) -> None:
 def test_what_would_make_another_run_is_refused_at_resume(change: Callable, told: str, run: Path) -> None:
     with pytest.raises(UsageError, match=f"{told}: resume it with the old value"):
         open_run(change(tiny_recipe(run=str(run))), resume=True)
+
+
+def test_a_recipe_is_compared_with_that_of_the_checkpoint(run: Path) -> None:
+    """The run's own file may be of a later part, which was refused or died before its first checkpoint."""
+    recipe = tiny_recipe(run=str(run))
+    (run / "checkpoints" / "3" / "recipe.yaml").write_text((run / "recipe.yaml").read_text())
+    _write_recipe(run, dataclasses.replace(recipe, seed=5))
+    assert open_run(recipe, resume=True) == (run, 3)
+    with pytest.raises(UsageError, match="seed=0, and this recipe says 5"):
+        open_run(dataclasses.replace(recipe, seed=5), resume=True)
 
 
 def test_adafactor_keeps_its_first_moments_or_has_none(run: Path) -> None:

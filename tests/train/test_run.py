@@ -19,7 +19,10 @@ from maxdiffusion.errors import UsageError
 from maxdiffusion.parallel.mesh import build_mesh
 from maxdiffusion.pipelines.checkpoint_folder import checkpoint_steps
 from maxdiffusion.specs import MeshSpec
+from maxdiffusion.train.checkpoint import Checkpoints
+from maxdiffusion.train.metrics import MetricsFile
 from maxdiffusion.train.run import TrainResult, train
+from maxdiffusion.train.state import TrainState
 from tests.train.conftest import losses_of, make_subject
 from tests.train.runs import read_lines, run_recipe
 
@@ -126,6 +129,39 @@ def test_other_data_is_refused_before_anything_is_compiled_and_taken_when_asked(
     assert ours == alone
 
 
+def test_a_resume_that_is_refused_leaves_the_run_as_it_was(
+    trained: TrainResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Checkpoints, step: int, shapes: TrainState, **keywords: object) -> TrainState:
+        raise UsageError("of another optimizer")
+
+    folder = tmp_path / "run"
+    shutil.copytree(trained.run, folder)
+    shutil.rmtree(folder / "checkpoints" / "6")
+    monkeypatch.setattr(Checkpoints, "restore", refuse)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(UsageError, match="of another optimizer"):
+        train(run_recipe(folder, "resume=true", "train.learning_rate=0.125"))
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_checkpoints_are_closed_where_metrics_cannot_be(
+    trained: TrainResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Checkpoints] = []
+
+    def fail(self: MetricsFile) -> None:
+        raise OSError("the tracker does not answer")
+
+    folder = tmp_path / "run"
+    shutil.copytree(trained.run, folder)
+    monkeypatch.setattr(MetricsFile, "close", fail)
+    monkeypatch.setattr(Checkpoints, "close", lambda self: closed.append(self))
+    with pytest.raises(OSError, match="the tracker does not answer"):
+        train(run_recipe(folder, "resume=true"))
+    assert len(closed) == 1
+
+
 def test_a_run_that_is_there_is_not_touched(trained: TrainResult) -> None:
     before = {path: path.stat().st_mtime_ns for path in trained.run.rglob("*")}
     with pytest.raises(UsageError, match=r"is there already, trained to step 6: go on with resume=true"):
@@ -142,6 +178,10 @@ def test_a_run_that_is_there_is_not_touched(trained: TrainResult) -> None:
         ("model_config.head_dim=0", "head_dim=0: write a whole number"),
         ("model_config.fould=2", "'fould' is no keyword of Pictures: did you mean 'fold'"),
         ("diffusion.prediction=epsilon", "prediction 'epsilon' does not determine the data"),
+        (
+            f'sample.prompts=["{"fox " * 16}"]',
+            "sample.prompts: '(fox )+' has 16 words and 15 fit: shorten it",
+        ),
         ("model=sd15", "model=sd15 cannot be trained or sampled from here yet: write model=pictures"),
     ],
 )

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from maxdiffusion.pipelines.checkpoint_folder import (
     newest_whole,
     parts_in,
     read_manifest,
+    recipe_folder,
     sizes_in,
 )
 from maxdiffusion.pipelines.run_folder import TOKENIZER, quiet, read_part
@@ -93,7 +95,7 @@ def open_run(recipe: Recipe, *, resume: bool) -> tuple[Path, int]:
         return folder, 0
     step = newest_whole(folder)
     assert step is not None, "there are checkpoints, and if none were whole that was said"
-    _check_same_run(recipe, folder, knows_samples="samples" in _data_of(folder, step))
+    _check_same_run(recipe, folder, step, knows_samples="samples" in _data_of(folder, step))
     allowed = recipe.train.resume_changes
     check_average(checkpoint_folder(folder, step), keeps_ema=recipe.train.ema_decay > 0, allowed=allowed)
     return folder, step
@@ -169,8 +171,9 @@ def _data_of(folder: Path, step: int) -> Mapping[str, Any]:
     return (read_manifest(checkpoint_folder(folder, step)) or {}).get("data", {})
 
 
-def _check_same_run(recipe: Recipe, folder: Path, *, knows_samples: bool) -> None:
-    then = load_run(folder).recipe
+def _check_same_run(recipe: Recipe, folder: Path, step: int, *, knows_samples: bool) -> None:
+    """Refuses a recipe that would make another run of it; compared with that which the checkpoint was trained with."""
+    then = load_run(recipe_folder(folder, step)).recipe
     # As written: lists and tuples are the same there.
     old, new = ({key: format_value(value) for key, value in flatten(one).items()} for one in (then, recipe))
     allowed = recipe.train.resume_changes
@@ -220,6 +223,7 @@ class Checkpoints:
             for step in broken:
                 _put_aside(checkpoint_folder(self._folder, step))
         self._writing: int | None = None
+        self._failure: BaseException | None = None
         self._filter = _Unheard()
         logging.getLogger("absl").addFilter(self._filter)
         root = as_text(self._folder / CHECKPOINTS)
@@ -229,7 +233,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=keeping.AnyPreservationPolicy(kept),
             cleanup_tmp_directories=True,
-            temporary_path_class=_sealed(self.seal, root),
+            temporary_path_class=_sealed(self.seal, self._fail, root),
         )
         # By default Orbax cuts every replicated array on its devices, so that hosts share the writing: one small
         # compiled program a shape and device, which costs more than it saves for one host or small arrays.
@@ -259,7 +263,7 @@ class Checkpoints:
         items = _parts(state)
         self._manifests = {step: manifest(step, items, self._facts)}
         self._saved.add(step)
-        self._writing = step
+        self._writing, self._failure = step, None
         args = ocp.args.Composite(**{name: ocp.args.PyTreeSave(tree) for name, tree in items.items()})
         try:
             with quiet():
@@ -274,7 +278,7 @@ class Checkpoints:
         Raises:
             CheckpointError: what was written in the background failed.
         """
-        if self._writing is not None and not self._manager.is_saving_in_progress():
+        if self._writing is not None and (self._failure or not self._manager.is_saving_in_progress()):
             self.wait()
 
     def wait(self) -> None:
@@ -288,9 +292,25 @@ class Checkpoints:
         step, self._writing = self._writing, None
         try:
             with quiet():
+                if _several_hosts():
+                    self._wait_for_failure()
                 self._manager.wait_until_finished()
         except _WRITE_ERRORS as error:
             raise self._refused(step, error) from error
+
+    def _wait_for_failure(self) -> None:
+        """Returns when nothing is being written; raises what failed here, for which Orbax would wait for the others.
+
+        They wait for this host in turn, until its main thread ends and they hear why.
+        """
+        while self._failure is None and self._manager.is_saving_in_progress():
+            time.sleep(0.02)
+        if self._failure is not None:
+            raise self._failure
+
+    def _fail(self, error: BaseException) -> None:
+        """In the thread that writes: keeps what failed."""
+        self._failure = error
 
     def seal(self, folder: Path, step: int) -> None:
         """Puts into the folder of a checkpoint what it is and the size of every file; then it can get its name.
@@ -342,7 +362,8 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._manager.close()
+            if self._failure is None or not _several_hosts():  # else it would wait for hosts that wait for this one
+                self._manager.close()
             logging.getLogger("absl").removeFilter(self._filter)
 
     def _refused(self, step: int, error: BaseException) -> CheckpointError:
@@ -387,16 +408,30 @@ def _put_aside(folder: Path) -> None:
     folder.rename(target)
 
 
-def _sealed(seal: Callable[[Path, int], None], root: str) -> type:
-    """Orbax's way from a folder that is written to one that is whole, with our own files put in at the very end."""
+def _several_hosts() -> bool:
+    return jax.process_count() > 1
+
+
+def _sealed(seal: Callable[[Path, int], None], fail: Callable[[BaseException], None], root: str) -> type:
+    """Orbax's way from a folder that is written to one that is whole, with our own files put in at the very end.
+
+    Args:
+        seal: puts them into a folder, given the step.
+        fail: is told what went wrong with it.
+        root: folder of the checkpoints.
+    """
     base: Any = atomicity_defaults.get_default_temporary_path_class(as_path(root))  # type: ignore[arg-type]
 
     class Sealed(base):
         async def finalize(self) -> None:
             final = self.get_final()
-            if final.name.isdigit():  # a part's folder comes by here too
-                await asyncio.to_thread(seal, as_path(self.get()), int(final.name))
-            await super().finalize()
+            try:
+                if final.name.isdigit():  # a part's folder comes by here too
+                    await asyncio.to_thread(seal, as_path(self.get()), int(final.name))
+                await super().finalize()
+            except Exception as error:
+                fail(error)
+                raise
 
     return Sealed
 

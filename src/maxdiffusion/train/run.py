@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -150,13 +151,11 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
         rounding=section.rounding,
     )
     grid = _grid(recipe, subject, tokenizer, source)
-    write_run(folder, recipe, tokenizer)
-    trackers = open_trackers(recipe, folder, resume_step=done)
-    grid = dataclasses.replace(grid, trackers=trackers)
-    metrics = MetricsFile(folder / METRICS, resume_step=done, trackers=trackers)
     stream = feed.batches(source, seed=recipe.seed, buckets=buckets_of(source))
     sizes = tuple(image[:2] for image in images)
     facts = RunFacts(recipe=recipe, layout=layout, tokenizer=tokenizer, batches=stream, sizes=sizes, samples=samples)
+    if not done:
+        write_run(folder, recipe, tokenizer)
     checkpoints = Checkpoints(folder, keep=section.keep_checkpoints, keep_every=section.keep_every, facts=facts)
     reporter.say(
         f"run {folder}: {len(source)} pictures of {_sizes(source)}, "
@@ -172,6 +171,11 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
             if done
             else initial_state(subject.model, rule, shapes, seed=recipe.seed)
         )
+    if done:  # the run's files stay as they are until it is sure that the run goes on
+        write_run(folder, recipe, tokenizer)
+    trackers = open_trackers(recipe, folder, resume_step=done)
+    grid = dataclasses.replace(grid, trackers=trackers)
+    metrics = MetricsFile(folder / METRICS, resume_step=done, trackers=trackers)
     if watch.board is not None:
         agree(watch.board, "weights", weight_facts(replica_checksums(state.params)))
     compiling = time.perf_counter()
@@ -209,11 +213,10 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
         num_threads=reading_threads(recipe.data),
         watch=watch,
     )
-    try:
+    with contextlib.ExitStack() as ends:  # all of them, the last first, whatever one of them raises
+        ends.callback(checkpoints.close)
+        ends.callback(metrics.close)
         outcome = loop.run(state)
-    finally:
-        metrics.close()
-        checkpoints.close()
     return TrainResult(
         run=folder,
         step=int(outcome.state.step),
@@ -278,9 +281,20 @@ def _evaluation(
 
 
 def _grid(recipe: Recipe, subject: TextToImage, tokenizer: WordTokenizer, source: Source) -> SampleGrid:
-    """The grid of the recipe's prompts, or of the first captions where it has none."""
+    """The grid of the recipe's prompts, or of the first captions where it has none.
+
+    Raises:
+        UsageError: a prompt is too long.
+
+    Warns:
+        MaxDiffusionWarning: a prompt has words that were in no caption.
+    """
     captions = [source[index].caption for index in range(min(4, len(source)))]
     prompts = recipe.sample.prompts or tuple(dict.fromkeys(captions))
+    try:
+        tokenizer.encode(prompts)
+    except UsageError as error:
+        raise UsageError(f"sample.prompts: {error}") from error
     unknown_words(tokenizer, prompts)
     return SampleGrid(
         sampler=sampler(subject, recipe.sample), tokenizer=tokenizer, prompts=prompts, section=recipe.sample
