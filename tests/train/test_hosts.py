@@ -125,6 +125,31 @@ def test_without_host_0_the_others_end_and_say_so(tmp_path: Path) -> None:
     assert "error: host 0, which coordinates the others, is gone" in survivor.said
 
 
+FULL = """
+import sys
+from maxdiffusion.cli.main import main
+from maxdiffusion.train.checkpoint import Checkpoints
+
+def full(self, folder, step):
+    raise OSError(28, "No space left on device")
+
+Checkpoints.seal = full
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_cannot_be_written_ends_all_hosts_in_words(tmp_path: Path) -> None:
+    """Host 0 seals it; Orbax would let it wait for the others, which wait for host 0, for many minutes."""
+    words = _words(tmp_path / "run", "train.steps=100000", "train.sample_every=0", "train.eval_every=0")
+    with hosts(tmp_path / "logs", *words, program=FULL) as running:
+        running.wait_until(0, "step 1/")  # what comes before takes as long as it takes
+        first, second = running.wait(120)
+    assert (first.status, second.status) == (2, 3)
+    assert "error: the checkpoint of step 3 could not be written to" in first.said
+    assert "host 0 has left, and this host stops too; it said: CheckpointError: the checkpoint of step 3" in second.said
+
+
 @pytest.mark.slow
 def test_sigterm_on_one_host_stops_all_after_the_same_step(tmp_path: Path) -> None:
     run = tmp_path / "run"
