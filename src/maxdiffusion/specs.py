@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from maxdiffusion.common_types import BlockSizes
@@ -26,6 +27,7 @@ ContextAttention = Literal["auto", "gather", "ring", "ulysses", "hybrid"]
 RematPolicy = Literal["none", "minimal", "full", "offload"]
 RematName = Literal["qkv", "attention", "attention_output", "hidden", "feed_forward"]
 PipelineSchedule = Literal["gpipe", "circular"]
+QuantMode = Literal["int8", "fp8", "fp8_full"]
 Precision = Literal["default", "high", "highest"]
 
 
@@ -294,17 +296,87 @@ class PipelineSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantSpec:
-    """Quantisation of a model. Not available yet: any mode is refused by name.
+    """Which products of a model are computed with quantised operands, and how.
+
+    Calibrations are Qwix's symmetric ones: `absmax`, `absmax,F` (F times the largest magnitude), `rms,F` (F times the
+    root mean square) or `fixed,X` (from -X to X). What lies beyond is clipped.
 
     Attributes:
-        mode: None for no quantisation.
+        mode: `int8`, `fp8` (float8 e4m3), `fp8_full` (and gradients in float8 e5m2, not the model's dtype), or None.
+        weights: calibration of kernels, one scale an output channel.
+        activations: calibration of what kernels are multiplied with, one scale a token or feature map.
+        gradients: calibration of incoming gradients, where they are quantised.
+        modules: regular expression that the path of a layer matches as a whole, its parts joined by `/`.
+        exclude: further such expressions, of layers that are left as they are.
+
+    Raises:
+        UsageError: a value that cannot work, or is of no use.
     """
 
-    mode: str | None = None
+    mode: QuantMode | None = None
+    weights: str = "absmax"
+    activations: str = "absmax"
+    gradients: str = "absmax"
+    modules: str = ".*"
+    exclude: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.mode:
+        if self.mode is not None:
+            _one_of(self.mode, QuantMode, "quantization")
+        for key, keyword in QUANT_KEYWORDS.items():
+            value, usual = getattr(self, key), getattr(QuantSpec, key)
+            if self.mode is None and value != usual:
+                raise UsageError(f'{keyword}={value!r} is of no use without quantization: write quantization="int8"')
+        if self.mode not in (None, "fp8_full") and self.gradients != "absmax":
             raise UsageError(
-                f"quantization={self.mode!r} is not available yet: leave `quantization` and "
-                "`use_qwix_quantization` out (nothing would be quantised)"
+                f"{QUANT_KEYWORDS['gradients']}={self.gradients!r} is of no use with quantization={self.mode!r}, which "
+                'leaves gradients as they are: write quantization="fp8_full", or leave it out'
             )
+        for key in ("weights", "activations", "gradients"):
+            _calibration(getattr(self, key), QUANT_KEYWORDS[key])
+        for key, patterns in (("modules", (self.modules,)), ("exclude", self.exclude)):
+            for pattern in patterns:
+                try:
+                    re.compile(pattern)
+                except (re.error, TypeError) as error:
+                    raise UsageError(f"{QUANT_KEYWORDS[key]}={pattern!r} is no regular expression: {error}") from None
+
+    def of(self, path: str) -> QuantSpec | None:
+        """This value if the layer at `path` (its parts joined by `/`) is quantised, else None."""
+        return self if self.mode is not None and not self.why_not(path) else None
+
+    def why_not(self, path: str) -> str:
+        """Which expression keeps the layer at `path` as it is; empty where none does."""
+        if not re.fullmatch(self.modules, path):
+            return f"not in {self.modules!r}"
+        return next((f"excluded by {pattern!r}" for pattern in self.exclude if re.fullmatch(pattern, path)), "")
+
+
+QUANT_KEYWORDS = MappingProxyType(
+    {
+        "weights": "weight_quantization_calibration_method",
+        "activations": "act_quantization_calibration_method",
+        "gradients": "bwd_quantization_calibration_method",
+        "modules": "qwix_module_path",
+        "exclude": "quantization_exclude",
+    }
+)
+"""The keyword of a model, and key of a recipe, for each field of `QuantSpec` but its mode."""
+
+
+QWIX_WITHOUT_MODE = 'use_qwix_quantization=True says too little: write quantization="int8", "fp8" or "fp8_full"'
+
+
+def _calibration(value: str, keyword: str) -> None:
+    """Refuses what is no symmetric calibration."""
+    method, _, number = str(value).partition(",")
+    wants = {"absmax": False, "rms": True, "fixed": True}
+    usual = f"write absmax, absmax,0.9, rms,7 or fixed,10 for {keyword}"
+    if method not in wants:
+        raise UsageError(f"{keyword}={value!r} is unknown: {usual}")
+    try:
+        valid = float(number) > 0 if number else not wants[method]
+    except ValueError:
+        valid = False
+    if not valid:
+        raise UsageError(f"{keyword}={value!r} needs one number above 0 behind the comma: {usual}")

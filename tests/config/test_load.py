@@ -162,10 +162,15 @@ def test_an_axis_that_the_mesh_axes_lack_is_named_with_its_file() -> None:
         load_recipe("pictures-demo", ["mesh_axes=[data,model]"])
 
 
-def test_quantization_is_refused_by_name() -> None:
-    for word in ("quantization=int8", "use_qwix_quantization=true"):
-        with pytest.raises(UsageError, match="not available yet"):
+def test_quantization_that_cannot_work_is_refused_by_its_key() -> None:
+    for word, told in (
+        ("quantization=int9", "quantization"),
+        ("use_qwix_quantization=true", "use_qwix_quantization=True says too little"),
+        ("act_quantization_calibration_method=rms,7", "is of no use without quantization"),
+    ):
+        with pytest.raises(UsageError, match=told) as error:
             load_recipe("pictures", [word])
+        assert str(error.value).startswith(word.partition("=")[0])
 
 
 def test_all_mistakes_come_together() -> None:

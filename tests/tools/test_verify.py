@@ -27,8 +27,11 @@ EVERY_MESH = (
     "cfg=2,context=4",
     "context=2,tensor=2,data=2",
     "dcn.data=2,fsdp=4",
+    "stage=2,context=4",
 )
 """Each strategy alone, and the combinations that are promised."""
+
+DTYPES = ("float32", "bfloat16")
 
 
 def _outcome(**changes: object) -> module._Outcome:
@@ -68,7 +71,7 @@ def test_settings_are_those_that_the_mesh_gives_a_meaning() -> None:
         model = lookup("sd15").build("tiny", mesh=build_mesh(MeshSpec.parse(mesh)), scan_layers=True)
         return list(settings(model, every=every))
 
-    assert len(of("data=8", every=True)) == len(set(of("data=8", every=True))) == 2 * 2 * 4 * 2 * 2
+    assert len(of("data=8", every=True)) == len(set(of("data=8", every=True))) == 2 * 2 * 4 * 2 * 2 + 3
     assert {setting.context for setting in of("context=2,data=4", every=False)} == {"ring", "auto", "gather"}
     assert {setting.context for setting in of("context=4,data=2", every=False)} == {"ring", "auto", "gather", "hybrid"}
     staged = of("data=2,stage=4", every=True)
@@ -76,11 +79,14 @@ def test_settings_are_those_that_the_mesh_gives_a_meaning() -> None:
     assert all(setting.scan for setting in staged)
     for mesh in EVERY_MESH:
         few, all_of_them = of(mesh, every=False), of(mesh, every=True)
-        names = ("attention", "context", "pipeline", "dtype", "remat", "scan", "masked")
-        for a, b in itertools.combinations(names, 2):
+        exact, rounded = ([one for one in few if (one.dtype, one.quantization) == (dtype, "none")] for dtype in DTYPES)
+        names = ("attention", "context", "pipeline", "remat", "scan", "masked")
+        for a, b in itertools.combinations_with_replacement(names, 2):
             wanted = {(getattr(one, a), getattr(one, b)) for one in all_of_them}
-            assert {(getattr(one, a), getattr(one, b)) for one in few} == wanted
-        assert len(few) <= 20
+            assert {(getattr(one, a), getattr(one, b)) for one in exact} == wanted
+            assert a != b or {(getattr(one, a), getattr(one, b)) for one in rounded} == wanted
+        assert {one.quantization for one in few} == {one.quantization for one in all_of_them} > {"none", "int8"}
+        assert len(few) <= 24
 
 
 def test_groups_of_ulysses_are_tried_where_the_heads_allow_them() -> None:
@@ -122,6 +128,10 @@ def _said(result: VerifyResult) -> list[Cell]:
     ("model", "mesh", "chosen"),
     [
         ("flux-dev", "fsdp=2,context=2,tensor=2", Setting(context="ring", remat="full", scan=True, masked=True)),
+        ("flux-dev", "data=2,context=4", Setting(attention="flash", context="hybrid", masked=True)),
+        ("flux-dev", "data=2,stage=2,tensor=2", Setting(pipeline="circular", scan=True)),
+        ("sd15", "fsdp=2,context=2,tensor=2", Setting(attention="flash", context="ring", scan=True)),
+        ("sd15", "data=2,fsdp=2,tensor=2", Setting(quantization="int8")),
         pytest.param(
             "flux-dev",
             "fsdp=2,context=2,tensor=2",

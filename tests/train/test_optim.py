@@ -37,6 +37,13 @@ def test_the_cosine_ends_at_zero_after_the_last_step() -> None:
     assert float(rate(11)) > 0
 
 
+def test_the_fall_may_begin_late() -> None:
+    rate = learning_rate(TrainSection(steps=12, learning_rate=1.0, warmup_steps=2, schedule="cosine", decay_steps=4))
+    np.testing.assert_allclose([rate(step) for step in (2, 8)], [1.0, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(rate(10), 0.5, rtol=1e-6)
+    assert float(rate(12)) == pytest.approx(0.0, abs=1e-7)
+
+
 def test_no_warm_up_starts_at_the_full_rate() -> None:
     rate = learning_rate(TrainSection(steps=10, learning_rate=1.0, warmup_steps=0, schedule="constant"))
     assert float(rate(0)) == 1.0

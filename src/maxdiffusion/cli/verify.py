@@ -11,7 +11,20 @@ from maxdiffusion.cli.options import Json, MeshAxes, Rules, VirtualDevices, chec
 if TYPE_CHECKING:
     from maxdiffusion.tools.verify import Cell
 
-COLUMNS = ("attention", "context", "pipeline", "dtype", "remat", "scan", "text", "furthest", "error", "limit", "ok")
+COLUMNS = (
+    "attention",
+    "context",
+    "pipeline",
+    "dtype",
+    "remat",
+    "scan",
+    "text",
+    "quantised",
+    "furthest",
+    "error",
+    "limit",
+    "ok",
+)
 """Of the table: a setting, then what came of it."""
 
 
@@ -82,7 +95,7 @@ class _Progress:
     def cell(self, cell: Cell) -> None:
         """After each."""
         self._done += 1
-        named = ", ".join(f"{name} {value}" for name, value in list(zip(COLUMNS, _cells(cell), strict=True))[:7])
+        named = ", ".join(f"{name} {value}" for name, value in list(zip(COLUMNS, _cells(cell), strict=True))[:8])
         typer.echo(
             f"{self._done} of {self._total}: {named}: {cell.quantity} {cell.error:.1e} of {cell.limit:.0e}"
             f"{'' if cell.ok else ', BEYOND its limit'} ({cell.seconds:.0f} s)",
@@ -93,5 +106,5 @@ class _Progress:
 def _cells(cell: Cell) -> tuple[str, ...]:
     one = cell.setting
     named = (one.attention, one.context, one.pipeline, one.dtype, one.remat, "scanned" if one.scan else "unrolled")
-    named = (*named, "padded" if one.masked else "whole")
+    named = (*named, "padded" if one.masked else "whole", one.quantization)
     return (*named, cell.quantity, f"{cell.error:.1e}", f"{cell.limit:.0e}", "yes" if cell.ok else "NO")

@@ -185,9 +185,11 @@ OLD_KEYS: Mapping[str, OldKey] = {
         "remat_save", "the names differ: qkv, attention, attention_output, hidden, feed_forward"
     ),
     "names_which_can_be_offloaded": _none("remat_policy=offload moves all that is named to the memory of the host"),
-    "qwix_module_path": _none(f"quantisation {NOT_YET}"),
-    "quantization_local_shard_count": _none(f"quantisation {NOT_YET}"),
-    "quantization_calibration_method": _none(f"quantisation {NOT_YET}"),
+    "quantization_local_shard_count": _none("scales belong to whole rows and columns on every mesh: leave it out"),
+    "quantization_calibration_method": _is(
+        "weight_quantization_calibration_method",
+        "of activations it is act_quantization_calibration_method, of gradients bwd_quantization_calibration_method",
+    ),
     "train_text_encoder": _none(f"training a published text encoder {NOT_YET}"),
     "text_encoder_learning_rate": _none(f"training a published text encoder {NOT_YET}"),
     "lora_config": _none(f"LoRA {NOT_YET}"),
@@ -245,7 +247,7 @@ OLD_KEYS: Mapping[str, OldKey] = {
     "warmup_steps_fraction": _is(
         "train.warmup_steps", "in steps here: times train.steps", _steps("train.warmup_steps")
     ),
-    "learning_rate_schedule_steps": _none("train.schedule ends with train.steps"),
+    "learning_rate_schedule_steps": _none("train.schedule ends with train.steps (see train.decay_steps)"),
     "scale_lr": _none("write the learning rate that is meant: train.learning_rate"),
     "adam_b1": _is("train.beta1"),
     "adam_b2": _is("train.beta2"),
@@ -293,6 +295,10 @@ SAME: tuple[str, ...] = (
     "remat_policy",
     "quantization",
     "use_qwix_quantization",
+    "weight_quantization_calibration_method",
+    "act_quantization_calibration_method",
+    "bwd_quantization_calibration_method",
+    "qwix_module_path",
     "seed",
 )
 """Keys that are here under their old name; values of choices are written in small letters."""

@@ -15,6 +15,7 @@ from maxdiffusion.common_types import BlockSizes, LogicalAxisRules
 from maxdiffusion.errors import UsageError, nearest
 from maxdiffusion.specs import (
     MESH_AXES,
+    QWIX_WITHOUT_MODE,
     AttentionKernel,
     AttentionSpec,
     ContextAttention,
@@ -22,6 +23,7 @@ from maxdiffusion.specs import (
     PipelineSchedule,
     PipelineSpec,
     Precision,
+    QuantMode,
     QuantSpec,
     RematPolicy,
     RematSpec,
@@ -244,6 +246,7 @@ class TrainSection:
         learning_rate: its highest value.
         warmup_steps: steps of linear rise to it.
         schedule: what follows the rise: `constant`, or `cosine` down to zero at the last step.
+        decay_steps: steps of the fall of `cosine`, at the end; null for all that follow the rise.
         weight_decay: of kernels, a step and unit of learning rate.
         beta1: decay of the first moment; null is 0.9, with Muon 0.95, with Adafactor none, which then keeps none.
         beta2: decay of the second moment (of Lion's only one); null is 0.99. Adafactor has its own schedule.
@@ -271,6 +274,7 @@ class TrainSection:
     learning_rate: Positive = 3e-4
     warmup_steps: CountOrZero = 100
     schedule: Literal["constant", "cosine"] = "constant"
+    decay_steps: Count | None = None
     weight_decay: NotNegative = 0.01
     beta1: Decay | None = None
     beta2: Decay | None = None
@@ -293,6 +297,12 @@ class TrainSection:
         if self.optimizer == "adafactor" and self.beta2 is not None:
             cause = "adafactor averages second moments by 1 - step^-0.8: leave it out, or take train.optimizer=adamw"
             raise FieldError("beta2", cause)
+        if self.decay_steps is not None and self.schedule != "cosine":
+            raise FieldError("decay_steps", "only train.schedule=cosine falls: write it, or leave decay_steps out")
+        if self.decay_steps is not None and self.decay_steps > self.steps:
+            raise FieldError(
+                "decay_steps", f"a run of {self.steps} steps has no {self.decay_steps} to fall in: write less"
+            )
         if self.rounding is not None and self.master_dtype == "float32":
             cause = "float32 weights are not rounded: leave it out, or take train.master_dtype=bfloat16"
             raise FieldError("rounding", cause)
@@ -397,8 +407,13 @@ class Recipe:
         pipeline_repeats: rounds of the circular schedule; null chooses.
         pipeline_patches: parts of the image sequence in patch pipelining, an approximation for sampling; null for none.
         pipeline_warmup_steps: exact steps before it; null for one.
-        use_qwix_quantization: not available yet.
-        quantization: not available yet.
+        use_qwix_quantization: says that `quantization` is meant.
+        quantization: `int8`, `fp8` or `fp8_full`: products of quantised operands; null for none.
+        weight_quantization_calibration_method: of kernels: `absmax`, `absmax,0.9`, `rms,7` or `fixed,10`.
+        act_quantization_calibration_method: of what they are multiplied with.
+        bwd_quantization_calibration_method: of gradients, with `fp8_full`.
+        qwix_module_path: regular expression of the paths of the layers that are quantised.
+        quantization_exclude: expressions of layers that are not; null for the model's own.
         strict: every array that is not laid out as the rules wish is an error.
         virtual_devices: number of virtual devices on a CPU, made by the command line; null takes what there is.
     """
@@ -429,7 +444,12 @@ class Recipe:
     pipeline_patches: Count | None = None
     pipeline_warmup_steps: Count | None = None
     use_qwix_quantization: Flag = False
-    quantization: Text | None = None
+    quantization: QuantMode | None = None
+    weight_quantization_calibration_method: Text = QuantSpec.weights
+    act_quantization_calibration_method: Text = QuantSpec.activations
+    bwd_quantization_calibration_method: Text = QuantSpec.gradients
+    qwix_module_path: Text = QuantSpec.modules
+    quantization_exclude: tuple[Text, ...] | None = None
     strict: Flag = False
     virtual_devices: Count | None = None
     data: DataSection = field(default_factory=DataSection)
@@ -457,6 +477,10 @@ class Recipe:
             _ = self.attention_spec
         except UsageError as error:
             raise FieldError("ulysses_degree", str(error)) from error
+        try:
+            _ = self.quant_spec
+        except UsageError as error:
+            raise FieldError(str(error).partition("=")[0].partition(":")[0], str(error)) from error
         try:
             _ = self.remat_spec
         except UsageError as error:
@@ -498,18 +522,6 @@ class Recipe:
             raise UsageError(f"{' and '.join(missing)} missing: write flash_block_sizes.{missing[0]}=128")
         return BlockSizes(**blocks)
 
-    @field_validator("quantization")
-    @classmethod
-    def _available(cls, quantization: str | None) -> str | None:
-        return QuantSpec(mode=quantization).mode
-
-    @field_validator("use_qwix_quantization")
-    @classmethod
-    def _qwix(cls, use: bool) -> bool:
-        if use:
-            raise UsageError("quantization is not available yet: leave `use_qwix_quantization` and `quantization` out")
-        return use
-
     @property
     def mesh_spec(self) -> MeshSpec:
         """Sizes of the mesh axes."""
@@ -535,6 +547,20 @@ class Recipe:
     def remat_spec(self) -> RematSpec:
         """What the backward pass recomputes."""
         return RematSpec(policy=self.remat_policy, save=self.remat_save)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def quant_spec(self) -> QuantSpec:
+        """What is quantised, but for what the model excludes by itself."""
+        if self.use_qwix_quantization and not self.quantization:
+            raise UsageError(QWIX_WITHOUT_MODE)
+        return QuantSpec(
+            mode=self.quantization,
+            weights=self.weight_quantization_calibration_method,
+            activations=self.act_quantization_calibration_method,
+            gradients=self.bwd_quantization_calibration_method,
+            modules=self.qwix_module_path,
+            exclude=self.quantization_exclude or (),
+        )
 
     @property
     def pipeline_spec(self) -> PipelineSpec:

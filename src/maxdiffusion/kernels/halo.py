@@ -9,14 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from maxdiffusion.kernels import quantised
 from maxdiffusion.log import say_once
 from maxdiffusion.parallel.collectives import permute
 from maxdiffusion.parallel.layout import Layout
+from maxdiffusion.specs import QuantSpec
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +113,7 @@ def convolution(
     layout: Layout,
     filled: int | None = None,
     precision: jax.lax.PrecisionLike = None,
+    quant: QuantSpec | None = None,
 ) -> Float[Array, "batch h w features"]:
     """The convolution of a feature map, its rows cut over the mesh as `plan_bands` says.
 
@@ -121,13 +125,14 @@ def convolution(
         layout: mesh and rules.
         filled: rows from here on are padding and count as zeros; None where there are none.
         precision: of the products.
+        quant: how its operands are quantised; None where they are not.
 
     Returns:
         array of the dtype of `x`.
     """
     bands = plan_bands(x.shape, kernel.shape[-1], rows=rows, columns=columns, layout=layout)
 
-    def convolve(x: Array, kernel: Array, padding: tuple[int, int]) -> Array:
+    def convolve(x: Array, kernel: Array, padding: tuple[int, int], dtype: Any) -> Array:
         return jax.lax.conv_general_dilated(
             x,
             kernel,
@@ -135,22 +140,30 @@ def convolution(
             padding=(padding, (columns.before, columns.after)),
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
             precision=precision,
+            preferred_element_type=dtype,
         )
 
-    if not bands.reason:
-        return convolve(zeroed(x, filled), kernel, (rows.before, rows.after))
-    if not bands.axes:
-        # Said on both sides, so that the partitioner does not carry in a cut from the neighbours.
-        made = convolve(layout.constrain(zeroed(x, filled), *_WHOLE), kernel, (rows.before, rows.after))
-        return layout.constrain(made, *_WHOLE)
+    def run(x: Array, kernel: Array, dtype: Any = None) -> Array:
+        if not bands.reason:
+            return convolve(zeroed(x, filled), kernel, (rows.before, rows.after), dtype)
+        if not bands.axes:
+            # Said on both sides, so that the partitioner does not carry in a cut from the neighbours.
+            whole = layout.constrain(zeroed(x, filled), *_WHOLE)
+            return layout.constrain(convolve(whole, kernel, (rows.before, rows.after), dtype), *_WHOLE)
 
-    def band(x: Array, kernel: Array) -> Array:
-        if filled is not None:
-            x = zeroed(x, filled - bands.rows * jax.lax.axis_index(bands.axes))
-        return convolve(with_borders(x, bands.axes, bands.parts, bands.above, bands.below), kernel, (0, 0))
+        def band(x: Array, kernel: Array) -> Array:
+            if filled is not None:
+                x = zeroed(x, filled - bands.rows * jax.lax.axis_index(bands.axes))
+            bordered = with_borders(x, bands.axes, bands.parts, bands.above, bands.below)
+            return convolve(bordered, kernel, (0, 0), dtype)
 
-    made = (x.shape[0], rows.steps(x.shape[1]), columns.steps(x.shape[2]), kernel.shape[-1])
-    return layout.local(band, (_READ, _KERNEL), _MADE, out_shape=made)(x, kernel)
+        made = (x.shape[0], rows.steps(x.shape[1]), columns.steps(x.shape[2]), kernel.shape[-1])
+        return layout.local(band, (_READ, _KERNEL), _MADE, out_shape=made)(x, kernel)
+
+    if quant is None:
+        return run(x, kernel)
+    # Padding is zeroed first, or it would have a say in the scales.
+    return quantised.convolution(zeroed(x, filled), kernel, run, quant)
 
 
 def zeroed(x: Float[Array, "batch rows *rest"], filled: int | Array | None) -> Float[Array, "batch rows *rest"]:

@@ -83,6 +83,11 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
     """
 
     takes_patches = True
+    keeps_precision = (
+        "(.*/)?(x_embedder|context_embedder|proj_out)",
+        "(.*/)?time_text_embed/.*",
+        "(.*/)?norm[^/]*/linear",
+    )
 
     patch_size: int = 1
     in_channels: int = 64

@@ -48,6 +48,8 @@ class Pictures(DiffusionModel, kw_only=True):
         text_heads: attention heads of the text transformer.
     """
 
+    keeps_precision = FlaxUNet2DConditionModel.keeps_precision
+
     image_size: int = 64
     image_channels: int = 3
     fold: int = 2

@@ -49,6 +49,12 @@ class FlaxUNet2DConditionModel(UNetKeywords, DiffusionModel, kw_only=True):
         noise = model.apply({"params": params}, latents, timesteps, text_states).sample
     """
 
+    keeps_precision = (
+        "(.*/)?(conv_in|conv_out)",
+        "(.*/)?(time|add|class)_embedding/.*",
+        "(.*/)?time_emb_proj",
+    )
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **overrides: Any) -> Self:
         """The model that a `config.json` of diffusers describes.

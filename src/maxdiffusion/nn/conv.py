@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from maxdiffusion.kernels.halo import Window, convolution
 from maxdiffusion.nn.parameters import Initializer, lead_axes, parameter, uniform, zeros
 from maxdiffusion.runtime import Runtime
+from maxdiffusion.specs import QuantSpec
 
 
 class Conv(nn.Module, kw_only=True):
@@ -41,6 +42,11 @@ class Conv(nn.Module, kw_only=True):
         before, after = self.padding or ((self.size - 1) // 2,) * 2
         return Window(size=self.size, stride=self.stride, before=before, after=after)
 
+    @property
+    def quant(self) -> QuantSpec | None:
+        """How its product is quantised; None where it is not."""
+        return self.runtime.quant.of("/".join(self.path))
+
     @nn.compact
     def __call__(self, x: Float[Array, "batch height width channels"]) -> Float[Array, "batch h w features"]:
         shape = (self.size, self.size, x.shape[-1], self.features)
@@ -55,6 +61,7 @@ class Conv(nn.Module, kw_only=True):
             layout=self.runtime.layout,
             filled=self.filled,
             precision=self.runtime.precision,
+            quant=self.quant,
         )
         return y + lead_axes(bias, 4)
 

@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from maxdiffusion.kernels import quantised
 from maxdiffusion.nn.parameters import Initializer, lead_axes, parameter, uniform, zeros
 from maxdiffusion.parallel.tensor import fan_in, fan_out
 from maxdiffusion.runtime import Runtime
+from maxdiffusion.specs import QuantSpec
 
 
 class Dense(nn.Module, kw_only=True):
@@ -40,7 +42,12 @@ class Dense(nn.Module, kw_only=True):
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         kernel, bias = self.weights(x.shape[x.ndim - self.num_inputs :])
-        return add_bias(product(x, kernel, self.num_inputs, self.runtime), bias)
+        return add_bias(product(x, kernel, self.num_inputs, self.runtime, self.quant), bias)
+
+    @property
+    def quant(self) -> QuantSpec | None:
+        """How its product is quantised; None where it is not."""
+        return self.runtime.quant.of("/".join(self.path))
 
     @nn.compact
     def weights(self, inputs: tuple[int, ...]) -> tuple[Float[Array, "..."], Float[Array, "..."] | None]:
@@ -52,8 +59,16 @@ class Dense(nn.Module, kw_only=True):
         return kernel, parameter(self, "bias", zeros, self.features, self.names[self.num_inputs :], self.runtime)
 
 
-def product(x: Float[Array, "..."], kernel: Float[Array, "..."], num_inputs: int, runtime: Runtime) -> Array:
+def product(
+    x: Float[Array, "..."],
+    kernel: Float[Array, "..."],
+    num_inputs: int,
+    runtime: Runtime,
+    quant: QuantSpec | None = None,
+) -> Array:
     """`x` times a kernel: its last `num_inputs` dimensions contracted with the kernel's first."""
+    if quant is not None:
+        return quantised.product(x.astype(runtime.dtype), kernel, num_inputs, quant)
     contracted = tuple(range(x.ndim - num_inputs, x.ndim)), tuple(range(num_inputs))
     return jax.lax.dot_general(x.astype(runtime.dtype), kernel, (contracted, ((), ())), precision=runtime.precision)
 
@@ -64,7 +79,12 @@ def add_bias(y: Float[Array, "..."], bias: Float[Array, "..."] | None) -> Float[
 
 
 def read_by_all(layers: Sequence[Dense], x: Float[Array, "b l embed"]) -> list[Array]:
-    """Each layer's result for the same `x`; where devices share the kernels, they sum the gradient of `x` once."""
+    """Each layer's result for the same `x`; where devices share the kernels, they sum the gradient of `x` once.
+
+    Quantised layers each stand alone: their scales belong to whole rows and columns, which no device may hold.
+    """
+    if any(layer.quant for layer in layers):
+        return [layer(x) for layer in layers]
     runtime = layers[0].runtime
     weights = [layer.weights(x.shape[-1:]) for layer in layers]
     kernels, names = [kernel for kernel, _ in weights], [layer.names for layer in layers]
@@ -73,7 +93,12 @@ def read_by_all(layers: Sequence[Dense], x: Float[Array, "b l embed"]) -> list[A
 
 
 def added_up(layers: Sequence[Dense], xs: Sequence[Float[Array, "b l ..."]]) -> Float[Array, "b l embed"]:
-    """The sum of each layer's result for its own `x`; where devices share the kernels, they sum it once."""
+    """The sum of each layer's result for its own `x`; where devices share the kernels, they sum it once.
+
+    Quantised layers each stand alone, as in `read_by_all`.
+    """
+    if any(layer.quant for layer in layers):
+        return functools.reduce(jnp.add, (layer(x) for layer, x in zip(layers, xs, strict=True)))
     runtime = layers[0].runtime
 
     def of_one(x: Array, kernel: Array) -> Array:

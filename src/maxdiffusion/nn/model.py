@@ -16,10 +16,11 @@ from jaxtyping import Array
 from maxdiffusion.common_types import BlockSizes, LogicalAxisRules
 from maxdiffusion.errors import UsageError, nearest
 from maxdiffusion.nn.parameters import initial_values, parameter_names
+from maxdiffusion.nn.quantisation import checked, ledger
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.pipeline import say_idle, say_no_stages, stage_axes
 from maxdiffusion.runtime import Runtime
-from maxdiffusion.specs import AttentionSpec, PipelineSpec, QuantSpec, RematSpec
+from maxdiffusion.specs import QWIX_WITHOUT_MODE, AttentionSpec, PipelineSpec, QuantSpec, RematSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -113,8 +114,13 @@ class DiffusionModel(nn.Module, kw_only=True):
         pipeline_warmup_steps: exact steps before it; None for one.
         precision: of float32 products: `default`, `high`, `highest`, or None for the backend's own.
         strict: an array that is not laid out as the rules wish is an error, not a report.
-        quantization: not available yet, refused by name.
-        use_qwix_quantization: not available yet, refused by name.
+        quantization: products with quantised operands: `int8`, `fp8` (forward), `fp8_full` (gradients too), or None.
+        use_qwix_quantization: says that `quantization` is meant; on its own it says too little.
+        weight_quantization_calibration_method: scales of kernels: `absmax`, `absmax,0.9`, `rms,7`, `fixed,10`.
+        act_quantization_calibration_method: the same for what kernels are multiplied with.
+        bwd_quantization_calibration_method: the same for gradients, with `fp8_full`.
+        qwix_module_path: regular expression of the paths of the layers that are quantised.
+        quantization_exclude: expressions of layers that are not; None for the model's own (`keeps_precision`).
 
     Raises:
         UsageError: at construction, for a value that cannot work.
@@ -122,6 +128,9 @@ class DiffusionModel(nn.Module, kw_only=True):
 
     takes_patches: ClassVar[bool] = False
     """Whether patch pipelining knows how to sample from this model."""
+
+    keeps_precision: ClassVar[tuple[str, ...]] = ()
+    """Regular expressions of the paths of layers that stay unquantised where the user names none."""
 
     mesh: Mesh | None = None
     attention_kernel: str = "dot_product"
@@ -144,6 +153,11 @@ class DiffusionModel(nn.Module, kw_only=True):
     strict: bool = False
     quantization: str | None = None
     use_qwix_quantization: bool = False
+    weight_quantization_calibration_method: str = "absmax"
+    act_quantization_calibration_method: str = "absmax"
+    bwd_quantization_calibration_method: str = "absmax"
+    qwix_module_path: str = ".*"
+    quantization_exclude: Sequence[str] | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **overrides: Any) -> Self:
@@ -251,7 +265,10 @@ class DiffusionModel(nn.Module, kw_only=True):
         def init(inputs: Tree) -> Tree:
             return single.init(jax.random.key(0), **inputs)["params"]
 
-        return jax.eval_shape(init, self.dummy_inputs())
+        boxed = jax.eval_shape(init, self.dummy_inputs())
+        quant = self.runtime.quant
+        checked(ledger(nn.unbox(boxed), quant), quant, own=self.keeps_precision)
+        return boxed
 
 
 def keyword_names(model: type[DiffusionModel]) -> tuple[str, ...]:
@@ -274,12 +291,17 @@ def _fold(model: DiffusionModel) -> Runtime:
     Raises:
         UsageError: a keyword's value cannot work.
     """
-    quant = QuantSpec(mode=model.quantization)
-    if model.use_qwix_quantization:
-        raise UsageError(
-            "use_qwix_quantization=True is not available yet: leave `quantization` and `use_qwix_quantization` out "
-            "(nothing would be quantised)"
-        )
+    if model.use_qwix_quantization and not model.quantization:
+        raise UsageError(QWIX_WITHOUT_MODE)
+    usual = type(model).keeps_precision if model.quantization else ()
+    quant = QuantSpec(
+        mode=model.quantization,  # pyright: ignore[reportArgumentType]  the spec checks the name
+        weights=model.weight_quantization_calibration_method,
+        activations=model.act_quantization_calibration_method,
+        gradients=model.bwd_quantization_calibration_method,
+        modules=model.qwix_module_path,
+        exclude=usual if model.quantization_exclude is None else tuple(model.quantization_exclude),
+    )
     if not (model.flash_block_sizes is None or isinstance(model.flash_block_sizes, BlockSizes)):
         raise UsageError(
             f"flash_block_sizes={model.flash_block_sizes!r}: write BlockSizes(block_q=128, block_k=128) "

@@ -9,7 +9,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,19 +28,26 @@ from maxdiffusion.nn.model import DiffusionModel
 from maxdiffusion.nn.stack import stack_params, unstack_params
 from maxdiffusion.parallel.mesh import build_mesh, written
 from maxdiffusion.parallel.pipeline import num_stages, stage_axes
-from maxdiffusion.specs import AttentionSpec, MeshSpec
+from maxdiffusion.specs import AttentionSpec, MeshSpec, QuantMode
 
 LIMITS = {
     "float32": {"forward": 1e-6, "first_loss": 1e-6, "gradients": 1e-5, "worst_gradient": 1e-5, "loss": 1e-5},
     "bfloat16": {"forward": 2e-2, "gradients": 4e-2, "loss": 5e-3},
+    "int8": {"forward": 1e-2, "gradients": 2e-2, "loss": 5e-3},
+    "fp8": {"forward": 4e-2, "gradients": 8e-2, "loss": 2e-2},
+    "fp8_full": {"forward": 4e-2, "gradients": 8e-2, "loss": 2e-2},
 }
-"""Largest relative errors against one device in the same dtype; `loss` is that after `NUM_STEPS` steps.
+"""Largest relative errors against one device in the same dtype and quantisation.
 
 `gradients` is the norm over the whole tree, `worst_gradient` that of a leaf, `loss` comes after `NUM_STEPS` steps.
 Float32 sums in another order differ by about 1e-7, which some thirty layers multiply; the limits are those of the
 twins, and a wider network sums more terms. bfloat16 keeps 8 bits, so that activations rounded in another order differ
 by 4e-3 and more, and gradients, which pass every layer twice, by twice as much; the limits leave room for the deep
-twins of meshes with stages, on which meshes without any are as far off (`docs/parallelism.md` has both)."""
+twins of meshes with stages, on which meshes without any are as far off (`docs/parallelism.md` has both).
+
+Quantised values are the same on every mesh, but where the last bit of a float32 sum puts one on the other side of a
+border between two: then it differs by a whole step, as it does from the value that was rounded. So the limits are what
+each mode itself is off by on a twin (about 1e-2 and 4e-2), and the exact cells are those that find a fault of a mesh."""
 
 NUM_STEPS = 10
 """Optimizer steps."""
@@ -70,6 +77,7 @@ class Setting:
         remat: what the backward pass recomputes: a policy, and after a plus the activations that it saves.
         scan: whether equal blocks are stacked and scanned.
         masked: whether the text has padding, where the model takes a mask of it.
+        quantization: mode of quantised products, or `none`.
     """
 
     attention: str = "dot_product"
@@ -79,6 +87,12 @@ class Setting:
     remat: str = "none"
     scan: bool = False
     masked: bool = False
+    quantization: str = "none"
+
+    @property
+    def numerics(self) -> dict[str, Any]:
+        """Keywords of what decides the numbers, on one device as on many."""
+        return {"dtype": self.dtype, "quantization": None if self.quantization == "none" else self.quantization}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +188,8 @@ def verify(
     example = functools.cache(functools.partial(_example, probe, batch))
 
     @functools.cache
-    def alone(dtype: str, masked: bool) -> _Outcome:
-        return _run(build(dtype=dtype), weights, *example(masked))
+    def alone(numerics: tuple[tuple[str, Any], ...], masked: bool) -> _Outcome:
+        return _run(build(**dict(numerics)), weights, *example(masked))
 
     cells = []
     for setting in chosen:
@@ -188,23 +202,27 @@ def verify(
             context_attention=setting.context,
             ulysses_degree=_DEGREE if setting.context == "hybrid" else None,
             pipeline_schedule=setting.pipeline,
-            dtype=setting.dtype,
+            **setting.numerics,
             remat_policy=setting.remat.partition("+")[0],
             remat_save=setting.remat.partition("+")[2],
             scan_layers=setting.scan,
         )
-        errors = _compare(_run(tried, weights, *example(setting.masked)), alone(setting.dtype, setting.masked))
+        wanted = alone(tuple(setting.numerics.items()), setting.masked)
+        errors = _compare(_run(tried, weights, *example(setting.masked)), wanted)
         cells.append(_cell(setting, errors, time.perf_counter() - began))
         on_cell(cells[-1])
     return VerifyResult(model=model, mesh=written(devices), cells=tuple(cells))
 
 
 def settings(model: DiffusionModel, *, every: bool) -> list[Setting]:
-    """The settings that mean something on the model's mesh.
+    """The settings that mean something on the model's mesh: exact ones first, then rounded and quantised ones.
+
+    Only float32 shows a small fault, so all that is not about rounding is combined there.
 
     Args:
         model: on the mesh; its rules say whether sequences and stacks are cut.
-        every: the whole product; False gives a set in which each pair of values of two settings occurs.
+        every: the whole product, in float32 and in bfloat16; False gives a set in which each pair of values of two
+            settings occurs in float32, and each value in bfloat16. Each mode of quantisation is tried once.
     """
     layout = model.layout
     parts = layout.divisor("activation_length")
@@ -214,7 +232,6 @@ def settings(model: DiffusionModel, *, every: bool) -> list[Setting]:
         "attention": ("dot_product", "flash"),
         "context": exchanges if parts > 1 else ("auto",),
         "pipeline": ("gpipe", "circular") if staged else ("gpipe",),
-        "dtype": ("float32", "bfloat16"),
         # Where there is no memory to offload to, the last one is `full` with named activations.
         "remat": ("none", "minimal", "full", "offload+attention,hidden"),
         # Stages hold stacked blocks: unstacked ones would not be cut at all.
@@ -222,7 +239,16 @@ def settings(model: DiffusionModel, *, every: bool) -> list[Setting]:
         "masked": (False, True) if _mask_name(model) else (False,),
     }
     product = [Setting(**dict(zip(options, values, strict=True))) for values in itertools.product(*options.values())]
-    return product if every else _pairwise(product)
+    once = _covering(product, 1)
+    exact, rounded = (product, product) if every else (_covering(product, 2), once)
+    return [
+        *exact,
+        *(dataclasses.replace(one, dtype="bfloat16") for one in rounded),
+        *(
+            dataclasses.replace(one, quantization=mode)
+            for mode, one in zip(get_args(QuantMode), itertools.cycle(once), strict=False)
+        ),
+    ]
 
 
 def _has_groups(model: DiffusionModel) -> bool:
@@ -242,17 +268,17 @@ def _has_groups(model: DiffusionModel) -> bool:
     return True
 
 
-def _pairwise(product: list[Setting]) -> list[Setting]:
-    """Few of these in which every pair of values still occurs: each one taken adds the most pairs that are missing."""
+def _covering(product: list[Setting], size: int) -> list[Setting]:
+    """Few of these in which every combination of `size` values still occurs: each adds the most that are missing."""
 
-    def pairs(one: Setting) -> set[tuple[Any, ...]]:
-        return set(itertools.combinations(dataclasses.asdict(one).items(), 2))
+    def combinations(one: Setting) -> set[tuple[Any, ...]]:
+        return set(itertools.combinations(dataclasses.asdict(one).items(), size))
 
-    missing = set[tuple[Any, ...]]().union(*map(pairs, product))
+    missing = set[tuple[Any, ...]]().union(*map(combinations, product))
     chosen = []
     while missing:
-        chosen.append(max(product, key=lambda one: len(pairs(one) & missing)))
-        missing -= pairs(chosen[-1])
+        chosen.append(max(product, key=lambda one: len(combinations(one) & missing)))
+        missing -= combinations(chosen[-1])
     return chosen
 
 
@@ -360,7 +386,7 @@ def _norm(array: Any) -> float:
 
 
 def _cell(setting: Setting, errors: dict[str, float], seconds: float) -> Cell:
-    limits = LIMITS[setting.dtype]
+    limits = LIMITS[setting.dtype if setting.quantization == "none" else setting.quantization]
     # A quantity that is not a number is beyond every limit.
     ratio = {name: np.nan_to_num(errors[name] / limit, nan=np.inf) for name, limit in limits.items()}
     worst = max(ratio, key=lambda name: ratio[name])

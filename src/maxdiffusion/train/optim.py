@@ -34,7 +34,8 @@ def learning_rate(section: TrainSection) -> Callable[[Any], Float[Array, ""]]:
     """The learning rate of each optimizer step, counted from 0.
 
     It rises in a straight line, reaching its height in step `warmup_steps - 1` (step 0 learns already), and then stays
-    or falls along half a cosine, which would be zero in the step after the last.
+    or falls along half a cosine, which would be zero in the step after the last. With `decay_steps` it stays first and
+    falls in so many steps at the end (warm-up, stable, decay: Hu et al. 2024), so a run is lengthened by resuming it.
 
     Args:
         section: height, warm-up, schedule and number of steps.
@@ -44,8 +45,8 @@ def learning_rate(section: TrainSection) -> Callable[[Any], Float[Array, ""]]:
         step = jnp.asarray(count, jnp.float32)
         height = jnp.minimum(1.0, (step + 1) / max(section.warmup_steps, 1))
         if section.schedule == "cosine":
-            length = max(section.steps - section.warmup_steps, 1)
-            done = jnp.clip((step - section.warmup_steps) / length, 0.0, 1.0)
+            length = max(section.decay_steps or section.steps - section.warmup_steps, 1)
+            done = jnp.clip((step - (section.steps - length)) / length, 0.0, 1.0)
             height = height * 0.5 * (1 + jnp.cos(jnp.pi * done))
         return section.learning_rate * height
 
