@@ -47,7 +47,7 @@ twins of meshes with stages, on which meshes without any are as far off (`docs/p
 
 Quantised values are the same on every mesh, but where the last bit of a float32 sum puts one on the other side of a
 border between two: then it differs by a whole step, as it does from the value that was rounded. So the limits are what
-each mode itself is off by on a twin (about 1e-2 and 4e-2), and the exact cells are those that find a fault of a mesh."""
+each mode itself is off by on a twin (about 1e-2 and 4e-2), and the exact cells are what finds faults of a mesh."""
 
 NUM_STEPS = 10
 """Optimizer steps."""
