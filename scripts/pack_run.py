@@ -35,7 +35,7 @@ def log_of(run: Path, number: int = 60) -> list[dict[str, float]]:
     losses = [line for line in lines if "loss" in line]
     chosen = losses[:: -(-len(losses) // number)] + [line for line in lines if "held_out_loss" in line]
     rows = [{key: line[key] for key in KEPT if key in line} for line in sorted(chosen, key=lambda line: line["step"])]
-    return [{key: float(f"{value:.5g}") for key, value in row.items()} for row in rows]
+    return [{key: value if key == "step" else float(f"{value:.5g}") for key, value in row.items()} for row in rows]
 
 
 def main() -> None:

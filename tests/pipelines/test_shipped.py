@@ -11,6 +11,8 @@ import pytest
 from PIL import Image
 
 from maxdiffusion.config.load import load_recipe, load_run
+from maxdiffusion.errors import UsageError
+from maxdiffusion.pipelines.checkpoint_folder import split_place
 from maxdiffusion.pipelines.generate import generate
 from maxdiffusion.pipelines.packed import MADE
 from maxdiffusion.pipelines.run_files import PACKED_WEIGHTS
@@ -32,6 +34,18 @@ def test_its_recipe_is_the_one_of_its_name() -> None:
         assert getattr(packed, name) == getattr(recipe, name), name
     assert dataclasses.replace(packed.train, eval_every=0) == dataclasses.replace(recipe.train, eval_every=0)
     assert packed.train.steps == json.loads((MODEL / MADE).read_text(encoding="utf-8"))["step"]
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("pictures-46", "no run 'pictures-46', nor a packaged model of that name: did you mean 'pictures-64'"),
+        ("pictures-64@3", "'pictures-64' has one set of weights: leave '@3' out"),
+    ],
+)
+def test_a_wrong_name_is_told_the_right_one(place: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        split_place(place)
 
 
 @pytest.mark.whole

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from maxdiffusion.config.load import RUN_RECIPE
-from maxdiffusion.errors import MaxDiffusionWarning, UsageError
+from maxdiffusion.errors import MaxDiffusionWarning, UsageError, nearest
 from maxdiffusion.paths import as_path, is_remote
-from maxdiffusion.pipelines.shipped import shipped_model
+from maxdiffusion.pipelines.shipped import shipped_model, shipped_names
 
 CHECKPOINTS = "checkpoints"
 MANIFEST = "checkpoint.json"
@@ -57,13 +57,19 @@ def split_place(place: str | Path) -> tuple[Path, int | None]:
     The name of a packaged model stands for its folder, which is read as a run is.
 
     Raises:
-        UsageError: the run has no checkpoint of that step; the nearest ones are named.
+        UsageError: the run has no checkpoint of that step; the nearest ones are named. Or there is no such run, and its
+            name is nearly that of a packaged model.
     """
     own = shipped_model(place)
     if own is not None:
         return own, None
     whole = as_path(place)
     run, mark, text = str(place).rpartition("@")
+    if not whole.exists() and mark and shipped_model(run):
+        raise UsageError(f"the packaged model '{run}' has one set of weights: leave '@{text}' out")
+    hint = "" if whole.exists() or "/" in str(place) else nearest(str(place), shipped_names())
+    if hint.startswith("did you mean"):
+        raise UsageError(f"there is no run '{place}', nor a packaged model of that name: {hint}")
     if not mark or whole.is_dir() or not as_path(run).is_dir():
         return whole, None
     steps = checkpoint_steps(run)

@@ -22,3 +22,8 @@ def shipped_model(place: str | os.PathLike[str]) -> Path | None:
     if "/" in name or not (FOLDER / name / PACKED_WEIGHTS).is_file() or as_path(name).exists():
         return None
     return FOLDER / name
+
+
+def shipped_names() -> tuple[str, ...]:
+    """Names of the packaged models."""
+    return tuple(sorted(file.parent.name for file in FOLDER.glob(f"*/{PACKED_WEIGHTS}")))
