@@ -334,6 +334,10 @@ class QuantSpec:
             )
         for key in ("weights", "activations", "gradients"):
             _calibration(getattr(self, key), QUANT_KEYWORDS[key])
+        if self.gradients.startswith("fixed"):
+            raise UsageError(
+                f"{QUANT_KEYWORDS['gradients']}={self.gradients!r}: gradients have no fixed size: write absmax or rms,7"
+            )
         for key, patterns in (("modules", (self.modules,)), ("exclude", self.exclude)):
             for pattern in patterns:
                 try:

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from maxdiffusion.kernels.flops import flops_of_gradients, meetings
+from maxdiffusion.kernels.quantised import product
+from maxdiffusion.specs import QuantMode, QuantSpec
 from maxdiffusion.tools.flops import flops
 
 N, WIDTH, DEPTH = 12, 16, 5
@@ -99,3 +101,17 @@ def test_pairs_of_output_and_tap_that_meet_a_value() -> None:
     assert meetings(5, 3, 5, stride=1, dilation=1, gaps=1, low=1) == 13
     assert meetings(5, 3, 3, stride=1, dilation=1, gaps=1, low=0) == 9
     assert meetings(3, 1, 5, stride=1, dilation=1, gaps=2, low=0) == 3
+
+
+@pytest.mark.parametrize("mode", [None, "int8", "fp8_full"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_small_dtypes_count_as_large_ones(dtype: Any, mode: QuantMode | None) -> None:
+    """Products of the backward pass are counted through casts, and through the rounding that gradients pass."""
+
+    def fn(w: Any, x: Any) -> Any:
+        def times(x: Any) -> Any:
+            return x @ w.astype(dtype) if mode is None else product(x, w.astype(dtype), 1, QuantSpec(mode=mode))
+
+        return jnp.sin(times(jnp.sin(times(x.astype(dtype)))))
+
+    assert flops_of_gradients(fn, WEIGHT, X) == 5 * PRODUCT

@@ -110,6 +110,10 @@ def test_an_expression_that_does_nothing_is_refused(keywords: dict[str, Any], me
             "bwd_quantization_calibration_method='rms,7' is of no use with quantization='fp8'",
         ),
         (
+            {"quantization": "fp8_full", "bwd_quantization_calibration_method": "fixed,10"},
+            "gradients have no fixed size",
+        ),
+        (
             {"quantization": "int8", "act_quantization_calibration_method": "minmax"},
             "act_quantization_calibration_method='minmax' is unknown: write absmax",
         ),

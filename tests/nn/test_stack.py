@@ -17,7 +17,7 @@ from maxdiffusion.nn.parameters import parameter_names
 from maxdiffusion.nn.stack import apply_stack, remat, stack_params, unstack_params
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.runtime import Runtime
-from maxdiffusion.specs import PipelineSpec, RematSpec
+from maxdiffusion.specs import PipelineSpec, QuantSpec, RematSpec
 from maxdiffusion.tools.traffic import traffic
 
 POLICIES = ("none", "minimal", "full")
@@ -267,11 +267,11 @@ def test_modules_in_a_pipeline_know_their_place(devices: np.ndarray) -> None:
     assert paths == {"", "blocks", "blocks/dense"}
 
 
-@pytest.mark.parametrize("scanned", [False, True])
-def test_the_backward_pass_gathers_the_weights_of_blocks_again(devices: np.ndarray, scanned: bool) -> None:
+@pytest.mark.parametrize(("scanned", "mode"), [(False, None), (True, None), (False, "fp8_full"), (True, "fp8_full")])
+def test_the_backward_pass_gathers_the_weights_of_blocks_again(devices: np.ndarray, scanned: bool, mode: Any) -> None:
     """Kept, the gathered weights of all blocks would be the whole model on each device."""
     layout = Layout.of(Mesh(devices.reshape(8), ("fsdp",)), None)
-    model = Model(Runtime(layout=layout, scan_layers=scanned))
+    model = Model(Runtime(layout=layout, scan_layers=scanned, quant=QuantSpec(mode=mode)))
     x = jnp.ones((8, 64))
     boxed = jax.eval_shape(model.init, jax.random.key(0), x, x)["params"]
     shardings = layout.shardings(nn.unbox(boxed), parameter_names(boxed))

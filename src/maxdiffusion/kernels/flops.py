@@ -61,7 +61,8 @@ def _count(jaxpr: core.Jaxpr, learnt: Sequence[bool]) -> tuple[int, list[bool]]:
         found, written = _of_equation(equation, read)
         total += found
         for variable, depending in zip(equation.outvars, written, strict=True):
-            active[variable] = depending and np.issubdtype(getattr(variable.aval, "dtype", np.int32), np.inexact)
+            # By dependence alone, whole numbers too: a gradient passes straight through what quantisation rounds.
+            active[variable] = depending
     return total, [depends(atom) for atom in jaxpr.outvars]
 
 

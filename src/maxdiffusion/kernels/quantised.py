@@ -42,9 +42,13 @@ def quantised(x: Float[Array, "..."], dtype: Any, kept: Sequence[int], calibrati
     return qwix().quantize(x.astype(jnp.float32), dtype, channelwise_axes=tuple(kept), calibration_method=calibration)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def product(
-    x: Float[Array, "..."], kernel: Float[Array, "..."], num_inputs: int, spec: QuantSpec
+    x: Float[Array, "..."],
+    kernel: Float[Array, "..."],
+    num_inputs: int,
+    spec: QuantSpec,
+    precision: jax.lax.Precision | None = None,
 ) -> Float[Array, "..."]:
     """`x` times a kernel, both quantised: the last `num_inputs` dimensions of `x` contracted with the kernel's first.
 
@@ -57,43 +61,71 @@ def product(
         kernel: (*inputs, *features), any floating dtype.
         num_inputs: how many dimensions are contracted.
         spec: how; its mode is not None.
+        precision: of the products of the backward pass whose operands are not quantised.
 
     Returns:
         Array of the dtype of `x`.
     """
-    return _product(x, kernel, num_inputs, spec)[0]
+    return _product(x, kernel, num_inputs, spec, precision)[0]
 
 
-def _product(x: Array, kernel: Array, num_inputs: int, spec: QuantSpec) -> tuple[Array, Any]:
-    forward, lead = FORWARD[spec.mode or ""], x.ndim - num_inputs
-    a = quantised(x, forward, range(lead), spec.activations)
-    b = quantised(kernel, forward, range(num_inputs, kernel.ndim), spec.weights)
+def _product(
+    x: Array, kernel: Array, num_inputs: int, spec: QuantSpec, precision: Any
+) -> tuple[Array, tuple[Array, Array]]:
+    del precision
+    a, b = _operands(x, kernel, range(x.ndim - num_inputs), range(num_inputs, kernel.ndim), spec)
+    lead = x.ndim - num_inputs
     sums = _dot(a.qvalue, b.qvalue, range(lead, x.ndim), range(num_inputs))
     y = sums * _behind(a.scale, lead, kernel.ndim - num_inputs) * _before(b.scale, num_inputs, lead)
-    kept = (a, b) if spec.mode in BACKWARD else (x, kernel)
-    return y.astype(x.dtype), (kept, _within(x, a, spec.activations), _within(kernel, b, spec.weights))
+    return y.astype(x.dtype), (x, kernel)
 
 
-def _product_gradients(num_inputs: int, spec: QuantSpec, kept: Any, g: Array) -> tuple[Array, Array]:
-    (a, b), x_within, kernel_within = kept
-    lead, dtype = a.ndim - num_inputs, g.dtype
-    tokens, outputs, features = range(lead), range(lead, g.ndim), range(num_inputs, b.ndim)
+def _product_gradients(
+    num_inputs: int, spec: QuantSpec, precision: Any, kept: tuple[Array, Array], g: Array
+) -> tuple[Array, Array]:
+    x, kernel = kept
+    lead = x.ndim - num_inputs
+    tokens, outputs, features = range(lead), range(lead, g.ndim), range(num_inputs, kernel.ndim)
+    a, b = _operands(x, kernel, tokens, features, spec)
     if spec.mode in BACKWARD:
-        g = g.astype(jnp.float32)
-        to_x = quantised(g * _before(b.scale, num_inputs, lead), BACKWARD[spec.mode], tokens, spec.gradients)
-        to_kernel = quantised(g * _behind(a.scale, lead, len(features)), BACKWARD[spec.mode], outputs, spec.gradients)
-        dx = _dot(to_x.qvalue, b.qvalue, outputs, features) * _behind(to_x.scale, lead, num_inputs)
-        dkernel = _dot(a.qvalue, to_kernel.qvalue, tokens, tokens) * _before(to_kernel.scale, lead, num_inputs)
+        to_x = _gradient(g, _before(b.scale, num_inputs, lead), tokens, spec)
+        to_kernel = _gradient(g, _behind(a.scale, lead, len(features)), outputs, spec)
+        dx = _dot(to_x.qvalue, b.qvalue, outputs, features) * (_behind(to_x.scale, lead, num_inputs) / _LIFT)
+        dkernel = _dot(a.qvalue, to_kernel.qvalue, tokens, tokens)
+        dkernel = dkernel * (_before(to_kernel.scale, lead, num_inputs) / _LIFT)
     else:
-        dx, dkernel = _dot(g, b, outputs, features), _dot(a, g, tokens, tokens)
-    return _masked(dx, x_within).astype(dtype), _masked(dkernel, kernel_within).astype(dtype)
+        dx, dkernel = _dot(g, kernel, outputs, features, precision), _dot(x, g, tokens, tokens, precision)
+    return _unclipped(dx, x, a, spec.activations), _unclipped(dkernel, kernel, b, spec.weights)
 
 
-def _dot(a: Array, b: Array, of_a: Sequence[int], of_b: Sequence[int]) -> Float[Array, "..."]:
+def _operands(
+    x: Array, kernel: Array, of_x: Sequence[int], of_kernel: Sequence[int], spec: QuantSpec
+) -> tuple[Any, Any]:
+    """Both operands quantised, with a scale for each index of these dimensions.
+
+    The backward pass calls this again: what it keeps are the operands as they came, of which the policy of a
+    rematerialised block knows which are gathered weights.
+    """
+    forward = FORWARD[spec.mode or ""]
+    return quantised(x, forward, of_x, spec.activations), quantised(kernel, forward, of_kernel, spec.weights)
+
+
+def _gradient(g: Array, scale: Array, kept: Sequence[int], spec: QuantSpec) -> Any:
+    """An incoming gradient, times the scale of the operand that it meets and `_LIFT`, quantised."""
+    return quantised(g.astype(jnp.float32) * (scale * _LIFT), BACKWARD[spec.mode or ""], kept, spec.gradients)
+
+
+_LIFT = 2.0**40
+"""Gradients are quantised this much larger, exactly: Qwix takes a scale below 1e-19 for that of zeros alone, which
+those of a large batch come near."""
+
+
+def _dot(a: Array, b: Array, of_a: Sequence[int], of_b: Sequence[int], precision: Any = None) -> Float[Array, "..."]:
     """`a` and `b` contracted over these dimensions: small values with sums of 32 bits, others as they are."""
     small = a.dtype.itemsize == 1
     sums = _sums(a.dtype) if small else None
-    y = jax.lax.dot_general(a, b, ((tuple(of_a), tuple(of_b)), ((), ())), preferred_element_type=sums)
+    contracted = ((tuple(of_a), tuple(of_b)), ((), ()))
+    y = jax.lax.dot_general(a, b, contracted, precision=precision, preferred_element_type=sums)
     return y.astype(jnp.float32) if small else y
 
 
@@ -124,8 +156,8 @@ def convolution(
 ) -> Float[Array, "batch h w features"]:
     """A convolution of quantised operands, as `product`; a sample's feature map has one scale.
 
-    With a backward dtype, the quantised gradient and the quantised operands are multiplied as numbers of the model's
-    dtype, which holds all their values: no compiler here convolves two float8 types that differ.
+    With a backward dtype, the quantised gradient and the quantised operands are multiplied as float32 numbers, which
+    hold all their values and products: no compiler here convolves two float8 types that differ.
 
     Args:
         x: any floating dtype; channels last.
@@ -139,44 +171,41 @@ def convolution(
     return _convolution(x, kernel, run, spec)[0]
 
 
-def _convolution(x: Array, kernel: Array, run: Callable[..., Array], spec: QuantSpec) -> tuple[Array, Any]:
-    forward = FORWARD[spec.mode or ""]
-    a, b = quantised(x, forward, (0,), spec.activations), quantised(kernel, forward, (3,), spec.weights)
-    y = run(a.qvalue, b.qvalue, _sums(forward)).astype(jnp.float32) * a.scale * b.scale
-    kept = (a, b) if spec.mode in BACKWARD else (x, kernel)
-    return y.astype(x.dtype), (kept, _within(x, a, spec.activations), _within(kernel, b, spec.weights))
+def _convolution(
+    x: Array, kernel: Array, run: Callable[..., Array], spec: QuantSpec
+) -> tuple[Array, tuple[Array, Array]]:
+    a, b = _operands(x, kernel, (0,), (3,), spec)
+    y = run(a.qvalue, b.qvalue, _sums(a.qvalue.dtype)).astype(jnp.float32) * a.scale * b.scale
+    return y.astype(x.dtype), (x, kernel)
 
 
-def _convolution_gradients(run: Callable[..., Array], spec: QuantSpec, kept: Any, g: Array) -> tuple[Array, Array]:
-    (a, b), x_within, kernel_within = kept
+def _convolution_gradients(
+    run: Callable[..., Array], spec: QuantSpec, kept: tuple[Array, Array], g: Array
+) -> tuple[Array, Array]:
+    x, kernel = kept
+    a, b = _operands(x, kernel, (0,), (3,), spec)
 
     def pull(x: Array, kernel: Array, g: Array) -> tuple[Array, Array]:
         return jax.vjp(lambda x, kernel: run(x, kernel, None), x, kernel)[1](g)
 
     if spec.mode in BACKWARD:
-        dtype, method = BACKWARD[spec.mode], spec.gradients
-        x, kernel = a.qvalue.astype(g.dtype), b.qvalue.astype(g.dtype)
-        to_x = quantised(g.astype(jnp.float32) * b.scale, dtype, (0,), method)
-        to_kernel = quantised(g.astype(jnp.float32) * a.scale, dtype, (3,), method)
-        dx = pull(x, kernel, to_x.qvalue.astype(g.dtype))[0] * to_x.scale
-        dkernel = pull(x, kernel, to_kernel.qvalue.astype(g.dtype))[1] * to_kernel.scale
+        x_values, kernel_values = a.qvalue.astype(jnp.float32), b.qvalue.astype(jnp.float32)
+        to_x, to_kernel = _gradient(g, b.scale, (0,), spec), _gradient(g, a.scale, (3,), spec)
+        dx = pull(x_values, kernel_values, to_x.qvalue.astype(jnp.float32))[0] * (to_x.scale / _LIFT)
+        dkernel = pull(x_values, kernel_values, to_kernel.qvalue.astype(jnp.float32))[1] * (to_kernel.scale / _LIFT)
     else:
-        dx, dkernel = pull(a, b, g)
-    return _masked(dx, x_within).astype(g.dtype), _masked(dkernel, kernel_within).astype(g.dtype)
+        dx, dkernel = pull(x, kernel, g)
+    return _unclipped(dx, x, a, spec.activations), _unclipped(dkernel, kernel, b, spec.weights)
 
 
 convolution.defvjp(_convolution, _convolution_gradients)
 
 
-def _within(x: Array, by: Any, calibration: str) -> Array | None:
-    """Where `x` was not clipped; None where nothing can be."""
+def _unclipped(gradient: Array, x: Array, by: Any, calibration: str) -> Array:
+    """A gradient of `x`, zero where its quantised form `by` was clipped, in the dtype of `x`."""
     method, _, factor = calibration.partition(",")
-    if method == "absmax" and float(factor or 1) >= 1:
-        return None
-    dtype = by.qvalue.dtype
-    largest = 127.5 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
-    return jnp.abs(x.astype(jnp.float32)) <= largest * by.scale
-
-
-def _masked(gradient: Array, within: Array | None) -> Array:
-    return gradient if within is None else jnp.where(within, gradient, 0)
+    if method != "absmax" or float(factor or 1) < 1:
+        dtype = by.qvalue.dtype
+        largest = 127.5 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+        gradient = jnp.where(jnp.abs(x.astype(jnp.float32)) <= largest * by.scale, gradient, 0)
+    return gradient.astype(x.dtype)

@@ -68,7 +68,7 @@ def product(
 ) -> Array:
     """`x` times a kernel: its last `num_inputs` dimensions contracted with the kernel's first."""
     if quant is not None:
-        return quantised.product(x.astype(runtime.dtype), kernel, num_inputs, quant)
+        return quantised.product(x.astype(runtime.dtype), kernel, num_inputs, quant, runtime.precision)
     contracted = tuple(range(x.ndim - num_inputs, x.ndim)), tuple(range(num_inputs))
     return jax.lax.dot_general(x.astype(runtime.dtype), kernel, (contracted, ((), ())), precision=runtime.precision)
 

@@ -44,9 +44,6 @@ def ledger(params: Any, quant: QuantSpec) -> tuple[QuantRow, ...]:
     Args:
         params: tree of arrays or `jax.ShapeDtypeStruct`s.
         quant: how the model is quantised.
-
-    Raises:
-        UsageError: no layer is quantised.
     """
     rows = []
     for path, leaf in sorted(flatten_dict(params, sep="/").items()):
