@@ -34,7 +34,7 @@ from maxdiffusion.specs import AttentionSpec, MeshSpec, PipelineSpec, QuantSpec,
         (lambda: MeshSpec(axes=("data", "data")), "mesh axis 'data' is named twice"),
         (lambda: MeshSpec(axes=()), "a mesh has no axes: name one or more"),
         (lambda: MeshSpec.parse("axes=2", axes=("data", "axes")), "no mesh axis can be named 'axes'"),
-        (lambda: QuantSpec(mode="int8"), "quantization='int8' is not available yet"),
+        (lambda: QuantSpec(mode="int9"), "did you mean 'int8'"),
     ],
 )
 def test_wrong_values_are_refused(make, message):
