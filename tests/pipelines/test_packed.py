@@ -57,14 +57,15 @@ def test_pictures_come_from_it_as_from_a_run(model: Path, tmp_path: Path) -> Non
 def test_a_name_of_the_package_stands_for_its_folder(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless there is a folder of that name; its pictures do not go into the package."""
+    """A folder of that name here is written with a dot; pictures of the packaged model do not go into the package."""
     monkeypatch.setattr(shipped, "FOLDER", model.parent)
     monkeypatch.chdir(tmp_path)
     assert split_place(model.name) == (model, None)
     assert split_place("other") == (Path("other"), None) and split_place(f"./{model.name}") == (Path(model.name), None)
     assert generate("a fox, noto style", model.name).files[0].parent == Path("generated")
     (tmp_path / model.name).mkdir()
-    assert split_place(model.name) == (Path(model.name), None)
+    assert split_place(model.name) == (model, None)
+    assert split_place(f"./{model.name}") == (Path(model.name), None)
 
 
 def test_what_cannot_be_read_is_refused(model: Path, tmp_path: Path) -> None:

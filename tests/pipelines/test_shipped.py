@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from maxdiffusion.cli.main import main
 from maxdiffusion.config.load import load_recipe, load_run
 from maxdiffusion.errors import UsageError
 from maxdiffusion.pipelines.checkpoint_folder import split_place
@@ -46,6 +47,15 @@ def test_its_recipe_is_the_one_of_its_name() -> None:
 def test_a_wrong_name_is_told_the_right_one(place: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         split_place(place)
+
+
+@pytest.mark.parametrize("words", [["evaluate"], ["report"], ["ckpt", "ls"], ["ckpt", "show"]])
+def test_verbs_that_need_a_run_say_so(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, DEFAULT_MODEL]) == 2
+    assert (
+        f"error: '{DEFAULT_MODEL}' is a packaged model, which `maxdiffusion generate` alone takes"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.whole

@@ -25,8 +25,10 @@ def list_run(
     Exit status is 1 when one of them is not.
     """
     from maxdiffusion.cli import output
+    from maxdiffusion.pipelines.shipped import refuse_shipped
     from maxdiffusion.tools.checkpoints import list_checkpoints
 
+    refuse_shipped(run)
     found, unfinished = list_checkpoints(run)
     if as_json:
         output.show_json({"run": run, "checkpoints": [_summary(one) for one in found], "unfinished": unfinished})
@@ -52,8 +54,10 @@ def show_one(
     Exit status is 1 when it is not whole.
     """
     from maxdiffusion.cli import output
+    from maxdiffusion.pipelines.shipped import refuse_shipped
     from maxdiffusion.tools.checkpoints import describe_folder, find_checkpoint
 
+    refuse_shipped(place)
     found = describe_folder(find_checkpoint(place))
     if as_json:
         output.show_json({**_summary(found), "manifest": found.manifest})

@@ -14,7 +14,9 @@ def evaluate(run: Run, mesh: Mesh = None, virtual_devices: VirtualDevices = None
     """
     from maxdiffusion.cli import devices, output
     from maxdiffusion.config.load import load_run
+    from maxdiffusion.pipelines.shipped import refuse_shipped
 
+    refuse_shipped(run)
     words = [f"mesh={mesh}"] if mesh else []
     if virtual_devices is not None:
         words.append(f"virtual_devices={virtual_devices}")

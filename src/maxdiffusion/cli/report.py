@@ -15,8 +15,10 @@ def report(
 ) -> None:
     """Write RUN/report.html: losses, speed, memory, samples over time, the recipe; one file that needs no network."""
     from maxdiffusion.cli import output
+    from maxdiffusion.pipelines.shipped import refuse_shipped
     from maxdiffusion.train.report import write_report
 
+    refuse_shipped(run)
     path = write_report(run)
     if as_json:
         output.show_json({"report": path})

@@ -6,6 +6,7 @@ import os
 from importlib.resources import files
 from pathlib import Path
 
+from maxdiffusion.errors import UsageError
 from maxdiffusion.paths import as_path
 from maxdiffusion.pipelines.run_files import PACKED_WEIGHTS
 
@@ -17,11 +18,24 @@ DEFAULT_MODEL = "pictures-64"
 
 
 def shipped_model(place: str | os.PathLike[str]) -> Path | None:
-    """The folder of the packaged model of that name; None where there is none, or a folder of that name is here."""
+    """The folder of the packaged model of that name; None where there is none. A folder here is `./NAME`."""
     name = os.fspath(place)
-    if "/" in name or not (FOLDER / name / PACKED_WEIGHTS).is_file() or as_path(name).exists():
+    if not name or "/" in name or not (FOLDER / name / PACKED_WEIGHTS).is_file():
         return None
     return FOLDER / name
+
+
+def refuse_shipped(place: str | os.PathLike[str]) -> None:
+    """Refuses the name of a packaged model where a run with its files is needed.
+
+    Raises:
+        UsageError: it is one, and no folder of that name is here.
+    """
+    if shipped_model(place) and not as_path(place).exists():
+        raise UsageError(
+            f"'{place}' is a packaged model, which `maxdiffusion generate` alone takes (what it was measured by is in "
+            f"{FOLDER / place / 'made.json'}): give the folder of a run"
+        )
 
 
 def shipped_names() -> tuple[str, ...]:
