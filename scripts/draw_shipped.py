@@ -1,4 +1,4 @@
-"""Draws the README's picture: what the packaged model makes of ten captions, with two seeds, under the targets.
+"""Draws the README's picture: what the packaged model makes of ten captions, two pictures each, under the targets.
 
 python scripts/draw_shipped.py docs/images/pictures-64.png
 """
@@ -26,7 +26,7 @@ CAPTIONS = (
     "a sunflower, fluent style",
     "a rocket, twemoji style",
 )
-SEEDS = 2
+PICTURES = 2
 SCALE = 2
 
 
@@ -39,9 +39,9 @@ def main() -> None:
     out = sys.argv[1]
     source = pictures()
     with tempfile.TemporaryDirectory() as folder:
-        files = generate(CAPTIONS, num_images=SEEDS, out=folder).files
+        files = generate(CAPTIONS, num_images=PICTURES, out=folder).files
         made = [np.asarray(Image.open(file).convert("RGB")) for file in files]
-    rows = [[target(source, text) for text in CAPTIONS], *(made[seed::SEEDS] for seed in range(SEEDS))]
+    rows = [[target(source, text) for text in CAPTIONS], *(made[index::PICTURES] for index in range(PICTURES))]
     grid = Image.fromarray(np.concatenate([np.concatenate(row, axis=1) for row in rows]))
     grid.resize((grid.width * SCALE, grid.height * SCALE), Image.Resampling.NEAREST).save(out, optimize=True)
 
