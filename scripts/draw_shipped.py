@@ -1,6 +1,8 @@
 """Draws the README's picture: what the packaged model makes of ten captions, two pictures each, under the targets.
 
-python scripts/draw_shipped.py docs/images/pictures-64.png
+    python scripts/draw_shipped.py docs/images/pictures-64.png
+
+The captions are of its training; pictures come as they are, from one seed.
 """
 
 from __future__ import annotations

@@ -106,13 +106,15 @@ def _operands(
     The backward pass calls this again: what it keeps are the operands as they came, of which the policy of a
     rematerialised block knows which are gathered weights.
     """
-    forward = FORWARD[spec.mode or ""]
+    assert spec.mode is not None
+    forward = FORWARD[spec.mode]
     return quantised(x, forward, of_x, spec.activations), quantised(kernel, forward, of_kernel, spec.weights)
 
 
 def _gradient(g: Array, scale: Array, kept: Sequence[int], spec: QuantSpec) -> Any:
     """An incoming gradient, times the scale of the operand that it meets and `_LIFT`, quantised."""
-    return quantised(g.astype(jnp.float32) * (scale * _LIFT), BACKWARD[spec.mode or ""], kept, spec.gradients)
+    assert spec.mode is not None
+    return quantised(g.astype(jnp.float32) * (scale * _LIFT), BACKWARD[spec.mode], kept, spec.gradients)
 
 
 _LIFT = 2.0**40
