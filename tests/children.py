@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -21,6 +21,7 @@ def child(
     env: Mapping[str, str] | None = None,
     stdout: IO[str] | None = None,
     stderr: IO[str] | None = None,
+    inside: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
     """Runs a program in a child process; standard input is the pipe by which it knows that its parent lives.
 
@@ -30,8 +31,9 @@ def child(
         env: its variables; None for those of this process.
         stdout: where its output goes; None for that of this process.
         stderr: the same for its errors.
+        inside: a command that becomes the program that its words name, such as `unshare -n`.
     """
-    line = [sys.executable, "-u", "-c", _WATCH + program, *words]
+    line = [*inside, sys.executable, "-u", "-c", _WATCH + program, *words]
     return subprocess.Popen(line, env=env, cwd=ROOT, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, text=True)
 
 

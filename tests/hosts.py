@@ -1,4 +1,4 @@
-"""Starts several processes that train together over loopback: the one place where tests launch hosts."""
+"""Starts several processes that train together, over loopback by default: the one place where tests launch hosts."""
 
 from __future__ import annotations
 
@@ -88,6 +88,8 @@ def hosts(
     each: Mapping[int, Sequence[str]] | None = None,
     environ: Mapping[str, str] | None = None,
     program: str = PROGRAM,
+    address: str = "127.0.0.1",
+    inside: Sequence[Sequence[str]] = (),
 ) -> Iterator[Running]:
     """Starts `maxdiffusion WORDS` on every host; those that still run at the end are killed.
 
@@ -99,17 +101,21 @@ def hosts(
         each: more words for some hosts.
         environ: more variables for all.
         program: Python text that runs the command line; its last word is the host's number.
+        address: of host 0.
+        inside: for each host a command that becomes the program, such as that of a network of its own.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    address = f"127.0.0.1:{free_port()}"
+    coordinator = f"{address}:{free_port()}"
     variables = {**os.environ, **_variables(), **(environ or {})}
     processes, logs = [], []
     for host in range(num_hosts):
-        own = ["--coordinator", address, "--num-hosts", str(num_hosts), "--host-id", str(host)]
+        own = ["--coordinator", coordinator, "--num-hosts", str(num_hosts), "--host-id", str(host)]
         line = [*words, *(each or {}).get(host, ()), "--virtual-devices", str(devices), *own]
         log = folder / f"host-{host}.err"
         with log.open("w") as err, log.with_suffix(".out").open("w") as out:
-            process = child(program, *line, env=variables, stdout=out, stderr=err)
+            process = child(
+                program, *line, env=variables, stdout=out, stderr=err, inside=inside[host] if inside else ()
+            )
         processes.append(process)
         logs.append(log)
     running = Running(processes, logs)

@@ -33,7 +33,7 @@ def join_others(
         return
     if virtual is not None:
         multihost.check_collectives(os.environ, virtual)
-    multihost.join(found, host_timeout=host_timeout)
+    multihost.join(found, host_timeout=host_timeout, interface=os.environ.get(multihost.INTERFACE))
 
 
 def joined() -> bool:

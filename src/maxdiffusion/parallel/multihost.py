@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import logging
 import re
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,8 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiffusion.errors import UsageError
+from maxdiffusion.errors import UsageError, nearest
+from maxdiffusion.parallel import addresses
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,9 @@ ENDING = 30
 
 JOINING = 3
 """Hosts may join this many times `HOST_TIMEOUT` apart: pods and nodes start one after the other."""
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Variable that names the interface of gloo, as users of PyTorch know it."""
 
 PINNED = "deactivate"
 """jax's name for no cluster detection at all."""
@@ -125,15 +130,17 @@ def find_hosts(
     )
 
 
-def join(hosts: Hosts, *, host_timeout: int = HOST_TIMEOUT) -> None:
+def join(hosts: Hosts, *, host_timeout: int = HOST_TIMEOUT, interface: str | None = None) -> None:
     """Joins the other hosts; to be called before jax starts its devices. Says once who this is, and what pins it.
 
     Args:
         hosts: from `find_hosts`.
         host_timeout: seconds without a sign of life after which a host counts as gone.
+        interface: network interface of gloo, which joins CPUs; None takes that of the way to the other hosts.
 
     Raises:
-        UsageError: jax has started already, or the hosts do not come together in three times `host_timeout`.
+        UsageError: jax has started already, the hosts do not come together in three times `host_timeout`, or there is
+            no such interface.
     """
     pinned = hosts.method == PINNED
     if pinned:
@@ -162,6 +169,25 @@ def join(hosts: Hosts, *, host_timeout: int = HOST_TIMEOUT) -> None:
         state.num_processes,
         state.process_id,
     )
+    _place_gloo(state, interface, seconds=JOINING * host_timeout)
+
+
+def _place_gloo(state: Any, interface: str | None, *, seconds: float) -> None:
+    """Says to gloo where this host is reached; left alone it may tell the others an address of loopback."""
+    if interface:
+        names = [name for _, name in socket.if_nameindex()]
+        if interface not in names:
+            raise UsageError(f"{INTERFACE}={interface}: this host has no such interface: {nearest(interface, names)}")
+        place = {"interface": interface}
+    else:
+        number, address = state.num_processes, state.coordinator_address
+        try:
+            own = addresses.reached_at(state.client, state.process_id, number, address, seconds=seconds)
+        except OSError as error:
+            log.warning("hosts: no way to %s (%s): gloo looks for its address itself", address, error)
+            return
+        place = {"hostname": own}
+    addresses.make_gloo_use(place)
 
 
 def abort_after(host_timeout: int) -> int:
