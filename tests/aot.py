@@ -12,6 +12,9 @@ import pytest
 TPUS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 """Topologies of four chips."""
 
+TOPOLOGIES = {**TPUS, "7x": "tpu7x:2x2x1"}
+"""Those and TPU 7x, whose matrix units multiply float8; attention is not compiled for it."""
+
 _ROOT = Path(__file__).parents[1]
 _COMPILERS = Path(sys.prefix) / "aot"
 """Where `make aot` puts them: beside the environment, so that jax does not look for their hardware elsewhere."""
@@ -23,7 +26,7 @@ def compile_ahead(module: str, target: str, names: list[str], folder: Path, *, t
     Returns:
         The text of each file that it left in the folder, by the file's name.
     """
-    plugin = "libtpu" if target in TPUS else "jax_plugins/xla_cuda13"
+    plugin = "libtpu" if target in TOPOLOGIES else "jax_plugins/xla_cuda13"
     if not any((Path(path) / plugin).is_dir() for path in (_COMPILERS, *sys.path)):
         pytest.skip(f"no compiler for {target} here ({plugin}): make aot")
     # The flags of the tests are those of this jax's compiler; another one ends at a name that it does not know.

@@ -121,6 +121,31 @@ def test_a_convolution_is_the_product_of_its_windows(mode: Any) -> None:
         _close(np.ravel(got), np.ravel(np.asarray(want)))
 
 
+@pytest.mark.parametrize("mode", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_a_convolution_for_gpus_multiplies_the_same_values_wider(
+    mode: Any, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bfloat16 holds them all; its results are rounded once more before the scales, by at most one part in 256."""
+    x, kernel, window = _values(2, 6, 4, 8), _values(3, 3, 8, 8, seed=1), Window(size=3, before=1, after=1)
+
+    def run() -> jax.Array:
+        given = jnp.asarray(x, dtype), jnp.asarray(kernel, dtype)
+        return convolution(*given, rows=window, columns=window, layout=Layout(), quant=QuantSpec(mode=mode))
+
+    small = str(jax.make_jaxpr(lambda: run())())
+    wanted = run()
+    monkeypatch.setattr(Layout, "platform", "gpu")
+    wide = str(jax.make_jaxpr(lambda: run())())
+    in_short = {"int8": "i8", "fp8": "f8_e4m3fn"}[mode]
+    products = re.compile(r":(\w+)\[[0-9,]*\] = conv_general_dilated")
+    assert products.findall(small) == [{"int8": "i32", "fp8": "f32"}[mode]] and in_short in small
+    assert products.findall(wide) == ["f32" if dtype == jnp.float32 else "bf16"]
+    got = run()
+    assert got.dtype == dtype
+    _close(got, np.asarray(wanted, np.float64), F32 if dtype == jnp.float32 else 2**-8)
+
+
 def test_padded_rows_have_no_say_in_the_scales() -> None:
     x, kernel, window = _values(2, 6, 4, 8), _values(3, 3, 8, 8, seed=1), Window(size=3, before=1, after=1)
     x[:, 4:] = 1e4

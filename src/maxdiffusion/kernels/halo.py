@@ -32,6 +32,12 @@ _KERNEL = (None, None, None, "activation_channels")
 _MADE = ("activation_batch", "activation_height", None, "activation_channels")
 
 
+_NOT_ON_GPUS = (
+    "quantised convolutions: XLA has none of int8 or float8 for GPUs, so their quantised values are multiplied as {}, "
+    "which holds them exactly: no faster than unquantised ones (quantization_exclude leaves layers out)"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Window:
     """How a kernel moves along one dimension.
@@ -132,7 +138,12 @@ def convolution(
     """
     bands = plan_bands(x.shape, kernel.shape[-1], rows=rows, columns=columns, layout=layout)
 
+    wide = jnp.bfloat16 if x.dtype.itemsize == 2 else jnp.float32
+
     def convolve(x: Array, kernel: Array, padding: tuple[int, int], dtype: Any) -> Array:
+        if x.dtype.itemsize == 1 and layout.platform == "gpu":
+            say_once(log, _NOT_ON_GPUS.format(jnp.dtype(wide)), logging.INFO)
+            x, kernel, dtype = x.astype(wide), kernel.astype(wide), None
         return jax.lax.conv_general_dilated(
             x,
             kernel,

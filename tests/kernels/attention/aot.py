@@ -23,7 +23,7 @@ from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.kernels.attention.select import attention
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.specs import AttentionSpec
-from tests.aot import TPUS
+from tests.aot import TOPOLOGIES
 
 # What a compiler has to know of an H100 SXM: NVIDIA's data sheet and the limits of compute capability 9.0.
 H100 = """
@@ -59,8 +59,8 @@ PROGRAMS = {
 
 def devices(target: str) -> list[jax.Device]:
     """Four devices of the target, to compile for."""
-    if target in TPUS:
-        return topologies.get_topology_desc(platform="tpu", topology_name=TPUS[target]).devices
+    if target in TOPOLOGIES:
+        return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[target]).devices
     return topologies.get_topology_desc(platform="cuda", topology="1x1x4", target_config=H100).devices
 
 
