@@ -51,6 +51,28 @@ def with_grads(fn: Callable, mask: jax.Array | None = None) -> Callable:
     return run
 
 
+def exact(args: list[jax.Array], mask: jax.Array | None = None, rows: int = 2048) -> tuple[np.ndarray, ...]:
+    """The output and the three gradients by their formulas, in float64, `rows` queries at a time.
+
+    Every batch row must see a key.
+    """
+    q, k, v, d_out = (np.asarray(x, np.float64) for x in args)
+    out, dq, dk, dv = (np.zeros_like(x) for x in (q, q, k, v))
+    scale = q.shape[3] ** -0.5
+    for b, h, first in itertools.product(range(q.shape[0]), range(q.shape[2]), range(0, q.shape[1], rows)):
+        at = (b, slice(first, first + rows), h)
+        seen = (b, slice(None) if mask is None else np.asarray(mask[b]), h)
+        scores = scale * q[at] @ k[seen].T
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        out[at] = weights @ v[seen]
+        dv[seen] += weights.T @ d_out[at]
+        d_scores = weights * (d_out[at] @ v[seen].T - (d_out[at] * out[at]).sum(axis=1, keepdims=True))
+        dq[at] = scale * d_scores @ k[seen]
+        dk[seen] += scale * d_scores.T @ q[at]
+    return out, dq, dk, dv
+
+
 def local_with_grads(
     kernel: LocalKernel, mask: jax.Array | None = None, blocks: BlockSizes | None = None, parts: int = 1
 ) -> Callable:
