@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from maxdiffusion.errors import MaxDiffusionWarning, UsageError
 from maxdiffusion.models import FlaxFluxTransformer2DModel
@@ -113,23 +115,58 @@ def test_parameter_count_is_the_originals(spec: ModelSpec, parameters: int) -> N
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) == parameters
 
 
+DEEP = (19, 38)
+"""Double and single blocks of FLUX.1."""
+
+
+def step(depths: tuple[int, int], **keywords: Any) -> Any:
+    """The lowered gradient of a tiny Flux of scanned blocks."""
+    model = FLUX_DEV.build(
+        "tiny",
+        num_layers=depths[0],
+        num_single_layers=depths[1],
+        scan_layers=True,
+        remat_policy="full",
+        **keywords,
+    )
+    shapes, inputs = model.abstract_params()[0], model.dummy_inputs()
+
+    def loss(params: Any, inputs: Any) -> jax.Array:
+        return jnp.sum(model.apply({"params": params}, **inputs).sample)  # type: ignore[union-attr]
+
+    return jax.jit(jax.grad(loss)).lower(shapes, inputs)
+
+
 def test_a_scanned_program_does_not_grow_with_depth() -> None:
-    def lines(num_layers: int, num_single_layers: int) -> int:
-        model = FLUX_DEV.build(
-            "tiny",
-            num_layers=num_layers,
-            num_single_layers=num_single_layers,
-            scan_layers=True,
-            remat_policy="full",
-        )
-        shapes, inputs = model.abstract_params()[0], model.dummy_inputs()
+    """Neither what is handed to the compiler, nor what it makes of it."""
+    # Two stacks of one depth would share a few of their functions.
+    shallow, deep = step((2, 3)), step(DEEP)
+    assert len(deep.as_text().splitlines()) == len(shallow.as_text().splitlines())
 
-        def loss(params: Any, inputs: Any) -> jax.Array:
-            return jnp.sum(model.apply({"params": params}, **inputs).sample)  # type: ignore[union-attr]
+    def instructions(lowered: Any) -> int:
+        return sum(" = " in line for line in lowered.compile().as_text().splitlines())
 
-        return len(jax.jit(jax.grad(loss)).lower(shapes, inputs).as_text().splitlines())
+    # They are as many here; another compiler may treat arrays of another length a little differently.
+    assert instructions(deep) <= 1.02 * instructions(shallow)
 
-    assert lines(2, 3) == lines(19, 38)
+
+@pytest.mark.slow
+def test_time_to_compile_does_not_grow_with_depth() -> None:
+    """57 blocks at most 1.3 times 4, traced and compiled: the best of three each, by turns, none from a cache."""
+    shallow = (2, 2)
+    kept = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    jax.config.update("jax_compilation_cache_dir", None)
+    reset_cache()
+    times: dict[tuple[int, int], list[float]] = {shallow: [], DEEP: []}
+    try:
+        for depths in (shallow, DEEP) * 3:
+            began = time.perf_counter()
+            step(depths).compile()
+            times[depths].append(time.perf_counter() - began)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", kept)
+        reset_cache()
+    assert min(times[DEEP]) <= 1.3 * min(times[shallow]), times
 
 
 def test_bfloat16_under_strict_promotion() -> None:

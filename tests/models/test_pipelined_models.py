@@ -16,8 +16,9 @@ from maxdiffusion.models.flux import FLUX_SCHNELL
 from maxdiffusion.models.registry import lookup
 from maxdiffusion.nn.model import DiffusionModel
 
-# As for the other meshes: devices and microbatches add float32 sums in another order, through some twenty layers.
-TOLERANCE = 1e-5
+# As for the other meshes: devices and microbatches add float32 sums in another order, through some twenty layers. For
+# the output (norm of the differences over the norm), and for gradients.
+FORWARD, TOLERANCE = 1e-6, 1e-5
 BATCH = 4
 KEYS = jax.random.split(jax.random.key(11), 6)
 
@@ -86,6 +87,12 @@ def distance(a: Any, b: Any) -> float:
     return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-12))
 
 
+def off(a: Any, b: Any) -> float:
+    """Norm of the differences over the norm."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
 @pytest.fixture(scope="module")
 def alone() -> Callable[[str], tuple[Any, Any]]:
     """Output and gradients of a model on one device, made once."""
@@ -132,7 +139,7 @@ def test_a_pipeline_gives_the_numbers_of_one_device(
     mesh = Mesh(devices[: np.prod([*sizes.values()])].reshape(*sizes.values()), tuple(sizes))
     out, grads, text = run(*MODELS[name](mesh=mesh, **keywords))
     expected, expected_grads = alone(name)
-    assert distance(out, expected) <= TOLERANCE
+    assert off(out, expected) <= FORWARD
     worst = jax.tree.map(distance, grads, expected_grads)
     assert max(jax.tree.leaves(worst)) <= TOLERANCE, worst
     if "tensor" not in sizes and "fsdp" not in sizes:
@@ -147,4 +154,4 @@ def test_text_and_image_are_joined_inside_the_stages_as_outside(devices: np.ndar
     model, inputs = flux(mesh=mesh, logical_axis_rules=(("activation_batch", ("data", "context")),))
     params = model.init_weights(jax.random.key(0))
     out = jax.jit(lambda params: model.apply({"params": params}, **inputs).sample)(params)  # type: ignore[union-attr]
-    assert distance(out, alone("flux")[0]) <= TOLERANCE
+    assert off(out, alone("flux")[0]) <= FORWARD
