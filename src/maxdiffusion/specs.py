@@ -135,7 +135,10 @@ class MeshSpec:
             if (abs(inner), outer) != (1, 1)
         ]
         equation = " x ".join(terms) or "1"
-        shapes = "; ".join(_nearest_shapes(dict(zip(self.axes, self.ici, strict=True)), total // math.prod(self.dcn)))
+        slices = math.prod(self.dcn)
+        if total % slices:
+            return f"mesh {equation} = {fixed} devices, but there are {total}: they make no {slices} equal slices"
+        shapes = "; ".join(_nearest_shapes(dict(zip(self.axes, self.ici, strict=True)), total // slices))
         hint = f"legal shapes nearest to it: {shapes}" if shapes else f"ask for at most {total} devices"
         return f"mesh {equation} = {fixed} devices, but there are {total}: {hint}"
 

@@ -71,6 +71,18 @@ def test_help_and_print_config_import_no_jax() -> None:
     assert done.returncode == 0, done.stderr.decode()
 
 
+def test_the_package_is_the_program() -> None:
+    """`python -m maxdiffusion` has the words, streams and exit statuses of `maxdiffusion`."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        command = [sys.executable, "-m", "maxdiffusion", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    assert run("--version") == (0, f"maxdiffusion {__version__}\n", "")
+    assert run("trian") == (2, "", "error: No such command 'trian'. Did you mean 'train'?\n")
+
+
 def test_ctrl_c_ends_the_process_while_programs_run() -> None:
     """A device still works when Python would close down: it would be waited for, or XLA would abort with a message."""
     program = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import jax
@@ -117,7 +118,23 @@ def test_the_whole_mesh_and_the_number_of_settings_are_said_before_anything_is_c
     monkeypatch.setattr(DiffusionModel, "init_weights", stop)
     with pytest.raises(StoppedError):
         verify("pictures", mesh=MeshSpec(tensor=2), only=[Setting()] * 3, on_start=lambda *words: said.append(words))
-    assert said == [(3, "data=4,tensor=2")]
+    assert said == [(3, "data=4,tensor=2", "")]
+
+
+@pytest.mark.parametrize(
+    ("model", "twin"),
+    [
+        ("sd15", "4 layers in mid_block alone: its other stacks have one layer, which every stage runs alike"),
+        ("sdxl", "4 layers in down_blocks_1, mid_block, up_blocks_0"),
+        ("flux-dev", "4 layers in single_transformer_blocks, transformer_blocks"),
+        ("pictures", "4 layers in text alone: its other stacks have one layer, which every stage runs alike"),
+    ],
+)
+def test_what_stages_make_of_the_twin_is_said(model: str, twin: str) -> None:
+    """From the parameters themselves: SDXL's deeper level has attention on the way down and up, 1.5's has not."""
+    spec = lookup(model)
+    build = functools.partial(spec.build, "tiny", **dict.fromkeys(spec.depths, module._depth(spec, 4)))
+    assert module._depth_said(build, 4) == twin
 
 
 def _said(result: VerifyResult) -> list[Cell]:

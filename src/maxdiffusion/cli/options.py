@@ -67,6 +67,8 @@ def mesh_spec(mesh: str, mesh_axes: str | None) -> MeshSpec:
     """
     from maxdiffusion.specs import MESH_AXES, MeshSpec, names_in
 
+    if not mesh.strip(" ,"):
+        raise MeshError("--mesh is empty: write for example --mesh data=4,tensor=2")
     try:
         return MeshSpec.parse(mesh, axes=MESH_AXES if mesh_axes is None else names_in(mesh_axes))
     except MeshError as error:

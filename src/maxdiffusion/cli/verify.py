@@ -65,7 +65,8 @@ def verify(
         )
     if as_json:
         cells = [as_row(cell) for cell in result.cells]
-        output.show_json({"model": result.model, "mesh": result.mesh, "ok": result.ok, "cells": cells})
+        said = {"model": result.model, "mesh": result.mesh, "twin": result.twin, "ok": result.ok}
+        output.show_json({**said, "cells": cells})
     else:
         output.show_table(COLUMNS, map(_cells, result.cells))
     if not result.ok:
@@ -83,9 +84,11 @@ class _Progress:
         self._model = model
         self._total = self._done = 0
 
-    def start(self, total: int, mesh: str) -> None:
+    def start(self, total: int, mesh: str, twin: str) -> None:
         """Before the first setting."""
         self._total = total
+        if twin:
+            typer.echo(f"verify: for the stages of {mesh} the twin of {self._model} has {twin}", err=True)
         typer.echo(
             f"verify: the twin of {self._model} on {mesh}, {total} settings: each compiles it for the mesh, and the "
             "first of a dtype and text for one device as well; ten to twenty seconds a program on two idle cores",

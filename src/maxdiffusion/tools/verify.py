@@ -125,12 +125,14 @@ class VerifyResult:
     Attributes:
         model: registry name.
         mesh: sizes of the mesh axes.
+        twin: how deep the twin is for a mesh with stages; empty where it is the usual one.
         cells: in the order in which they ran.
         ok: whether all hold.
     """
 
     model: str
     mesh: str
+    twin: str = ""
     cells: tuple[Cell, ...]
 
     @property
@@ -154,7 +156,7 @@ def verify(
     logical_axis_rules: LogicalAxisRules | str | None = None,
     every: bool = False,
     only: Sequence[Setting] | None = None,
-    on_start: Callable[[int, str], None] = lambda number, mesh: None,
+    on_start: Callable[[int, str, str], None] = lambda number, mesh, twin: None,
     on_cell: Callable[[Cell], None] = lambda cell: None,
 ) -> VerifyResult:
     """Compares the tiny twin of a model on a mesh with one device: forward, gradients, and ten steps of training.
@@ -165,7 +167,8 @@ def verify(
         logical_axis_rules: rules that come before the defaults, the name of a preset, or None.
         every: every combination of settings; False takes a set in which each pair of values occurs.
         only: these settings and no others.
-        on_start: called once before anything is compiled, with the number of settings and the sizes of the mesh axes.
+        on_start: called once before anything is compiled, with the number of settings, the sizes of the mesh axes, and
+            what a mesh with stages makes of the twin (empty without stages).
         on_cell: called after each cell.
 
     Raises:
@@ -176,11 +179,12 @@ def verify(
     build = functools.partial(spec.build, "tiny", precision="highest")
     probe = build(mesh=devices, logical_axis_rules=logical_axis_rules, scan_layers=True)
     chosen = settings(probe, every=every) if only is None else list(only)
-    on_start(len(chosen), written(devices))
-    stages = num_stages(probe.layout)
+    stages, twin = num_stages(probe.layout), ""
     if stages > 1:
         # Two layers a stage, so that a circular schedule has two rounds.
         build = functools.partial(build, **dict.fromkeys(spec.depths, _depth(spec, 2 * stages)))
+        twin = _depth_said(build, 2 * stages)
+    on_start(len(chosen), written(devices), twin)
     batch = max(8, 2 * probe.layout.batch_divisor)
     if batch % probe.layout.batch_divisor:
         batch = 2 * probe.layout.batch_divisor
@@ -211,7 +215,7 @@ def verify(
         errors = _compare(_run(tried, weights, *example(setting.masked)), wanted)
         cells.append(_cell(setting, errors, time.perf_counter() - began))
         on_cell(cells[-1])
-    return VerifyResult(model=model, mesh=written(devices), cells=tuple(cells))
+    return VerifyResult(model=model, mesh=written(devices), twin=twin, cells=tuple(cells))
 
 
 def settings(model: DiffusionModel, *, every: bool) -> list[Setting]:
@@ -289,6 +293,23 @@ def _depth(spec: ModelSpec, layers: int) -> int | tuple[int, ...]:
     """
     levels = len(spec.tiny.get("block_out_channels", ()))
     return (*(1,) * (levels - 1), layers) if levels and spec.family == "unet" else layers
+
+
+def _depth_said(build: Callable[..., DiffusionModel], layers: int) -> str:
+    """Which parts of a twin hold stacks of this many layers for the stages to cut, and whether others have one."""
+    stacked, plain = (build(scan_layers=scan).abstract_params()[0] for scan in (True, False))
+    names = _stack_names(stacked, plain)
+
+    def depths(tree: Any) -> set[int]:
+        """Of the stacks in a tree."""
+        parts = tree.items() if isinstance(tree, dict) else ()
+        own = {jax.tree.leaves(part)[0].shape[0] for name, part in parts if name in names}
+        return own.union(*(depths(part) for name, part in parts if name not in names))
+
+    deep = ", ".join(name for name in stacked if layers in depths({name: stacked[name]}))
+    if depths(stacked) == {layers}:
+        return f"{layers} layers in {deep}"
+    return f"{layers} layers in {deep} alone: its other stacks have one layer, which every stage runs alike"
 
 
 def _mask_name(model: DiffusionModel) -> str | None:
