@@ -27,7 +27,8 @@ ContextAttention = Literal["auto", "gather", "ring", "ulysses", "hybrid"]
 RematPolicy = Literal["none", "minimal", "full", "offload"]
 RematName = Literal["qkv", "attention", "attention_output", "hidden", "feed_forward"]
 PipelineSchedule = Literal["gpipe", "circular"]
-QuantMode = Literal["int8", "fp8", "fp8_full"]
+QuantMode = Literal["int8", "fp8", "fp8_full", "int4"]
+StoredAs = Literal["int8", "fp8", "int4"]
 Precision = Literal["default", "high", "highest"]
 
 
@@ -305,7 +306,8 @@ class QuantSpec:
     root mean square) or `fixed,X` (from -X to X). What lies beyond is clipped.
 
     Attributes:
-        mode: `int8`, `fp8` (float8 e4m3), `fp8_full` (and gradients in float8 e5m2, not the model's dtype), or None.
+        mode: `int8`, `fp8` (float8 e4m3), `fp8_full` (and gradients in float8 e5m2, not the model's dtype), `int4`
+            (kernels alone, each read back as numbers of the model's dtype), or None.
         weights: calibration of kernels, one scale an output channel.
         activations: calibration of what kernels are multiplied with, one scale a token or feature map.
         gradients: calibration of incoming gradients, where they are quantised.
@@ -337,6 +339,11 @@ class QuantSpec:
             )
         for key in ("weights", "activations", "gradients"):
             _calibration(getattr(self, key), QUANT_KEYWORDS[key])
+        if self.mode == "int4" and self.activations != "absmax":
+            raise UsageError(
+                f"{QUANT_KEYWORDS['activations']}={self.activations!r} is of no use with quantization='int4', which "
+                "rounds kernels alone: leave it out"
+            )
         if self.gradients.startswith("fixed"):
             raise UsageError(
                 f"{QUANT_KEYWORDS['gradients']}={self.gradients!r}: gradients have no fixed size: write absmax or rms,7"
@@ -349,8 +356,22 @@ class QuantSpec:
                     raise UsageError(f"{QUANT_KEYWORDS[key]}={pattern!r} is no regular expression: {error}") from None
 
     def of(self, path: str) -> QuantSpec | None:
-        """This value if the layer at `path` (its parts joined by `/`) is quantised, else None."""
-        return self if self.mode is not None and not self.why_not(path) else None
+        """This value if the layer at `path` (its parts joined by `/`) multiplies quantised operands, else None."""
+        return self if self.mode not in (None, "int4") and not self.why_not(path) else None
+
+    def rounds(self, path: str) -> bool:
+        """Whether the layer at `path` multiplies with its kernel rounded, and with nothing else quantised."""
+        return self.mode == "int4" and not self.why_not(path)
+
+    def stored_as(self, path: str) -> tuple[StoredAs, str]:
+        """How the kernel of the layer at `path` is stored quantised, and the calibration of its scales.
+
+        A layer that is left out multiplies numbers of the model's dtype; its kernel is stored in int8 all the same.
+        """
+        assert self.mode is not None
+        if self.why_not(path):
+            return "int8", "absmax"
+        return ("fp8" if self.mode == "fp8_full" else self.mode), self.weights
 
     def why_not(self, path: str) -> str:
         """Which expression keeps the layer at `path` as it is; empty where none does."""

@@ -13,8 +13,11 @@ import pytest
 from jax.sharding import Mesh
 
 from maxdiffusion.errors import UsageError
+from maxdiffusion.kernels.stored import is_stored
 from maxdiffusion.models.registry import lookup
-from maxdiffusion.nn.quantisation import ledger
+from maxdiffusion.nn.quantisation import ledger, stored_bytes
+from maxdiffusion.parallel.report import path_name
+from maxdiffusion.specs import QuantSpec
 
 SMALL = {"int8": "i8", "fp8": "f8E4M3FN", "fp8_full": "f8E4M3FN"}
 """Operands of the forward pass, as StableHLO calls them."""
@@ -147,3 +150,81 @@ def test_numbers_do_not_depend_on_the_mesh(name: str, fsdp_tensor: Mesh) -> None
         out = jax.jit(lambda params, inputs, model=model: model.apply({"params": params}, **inputs))(params, inputs)
         results.append(np.asarray(jax.tree.leaves(out)[0], np.float64))
     assert np.linalg.norm(results[1] - results[0]) <= 1.5e-3 * np.linalg.norm(results[0])
+
+
+def _whole(leaf: Any) -> Any:
+    return leaf.whole(jnp.float32) if is_stored(leaf) else leaf
+
+
+@pytest.mark.parametrize(
+    ("mode", "devices"),
+    [("int8", {}), ("fp8", {"fsdp": 4, "tensor": 2}), ("int8", {"stage": 2, "data": 2, "tensor": 2}), ("int4", {})],
+)
+def test_stored_weights_make_the_numbers_of_plain_ones(mode: str, devices: dict[str, int]) -> None:
+    """Where the plain weights of layers that stay unquantised are rounded as they are stored, all that differs is the
+    order of float32 sums, and for int4, which is rounded in every layer, nothing but that the scales are stored."""
+    mesh = Mesh(np.array(jax.devices()).reshape(*devices.values()), tuple(devices)) if devices else None
+    model = lookup("flux-dev").build("tiny", quantization=mode, mesh=mesh, scan_layers=True)
+    plain = model.init_weights(jax.random.key(0))
+    small = model.quantize_weights(plain)
+
+    # As it is planned: every part is cut as the kernel that it stands for, if it divides.
+    def check(got: Any, wanted: jax.ShapeDtypeStruct) -> None:
+        assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+        assert wanted.sharding is None or got.sharding.is_equivalent_to(wanted.sharding, got.ndim)
+
+    jax.tree.map(check, small, model.quantized_shapes())
+    kernel = plain["transformer_blocks"]["attn"]["to_q"]["kernel"]
+    kept = small["transformer_blocks"]["attn"]["to_q"]["kernel"]
+    assert mesh is None or kept.qvalue.sharding.is_equivalent_to(kernel.sharding, kernel.ndim)
+    assert mesh is None or (len(kept.scale.sharding.device_set) == 8 and not kept.scale.sharding.is_fully_replicated)
+
+    quant = model.runtime.quant
+
+    def rounded(path: Any, weight: jax.Array, leaf: Any) -> Any:
+        module = path_name(path).rpartition("/")[0]
+        return _whole(leaf) if quant.why_not(module) else weight
+
+    mixed = jax.tree_util.tree_map_with_path(rounded, plain, small)
+    random = np.random.default_rng(0)
+    inputs = jax.tree.map(
+        lambda leaf: random.standard_normal(leaf.shape, np.float32).astype(leaf.dtype),
+        model.call_shapes(8, height=8, width=8, text=4),
+    )
+    call = jax.jit(lambda params, inputs: jax.tree.leaves(model.apply({"params": params}, **inputs))[0])
+    got, wanted = (np.asarray(call(params, inputs), np.float64) for params in (small, mixed))
+    # A sum in another order may put an activation on the other side of a border between two values (see below).
+    assert np.linalg.norm(got - wanted) <= 1.5e-3 * np.linalg.norm(wanted)
+    assert np.linalg.norm(got - np.asarray(call(plain, inputs), np.float64)) > 0
+
+
+def test_layers_that_stay_unquantised_multiply_no_small_numbers() -> None:
+    """Their kernels are stored in int8 all the same."""
+    model = lookup("flux-dev").build("tiny", quantization="int8")
+    shapes = model.quantized_shapes()
+    inputs = model.call_shapes(2, height=8, width=8, text=4)
+    text = jax.jit(lambda params, inputs: model.apply({"params": params}, **inputs)).lower(shapes, inputs).as_text()
+    rows = ledger(model.abstract_params()[0], model.runtime.quant)
+    assert shapes["x_embedder"]["kernel"].dtype == jnp.int8
+    assert _products(text, "i8") == sum(row.mode is not None for row in rows) < len(rows)
+
+
+@pytest.mark.parametrize(
+    ("mode", "most", "most_of_all"), [("int8", 0.53, 0.55), ("fp8", 0.53, 0.55), ("int4", 0.30, 0.30)]
+)
+def test_the_bytes_of_a_real_model(mode: str, most: float, most_of_all: float) -> None:
+    """FLUX.1 [dev] as it is, scales included; nothing is allocated."""
+    found = stored_bytes(lookup("flux-dev").build(quantization=mode, scan_layers=True).quantized_shapes())
+    assert found.ratio <= most and found.model_ratio <= most_of_all
+    assert found.kernels == len(ledger(lookup("flux-dev").build(scan_layers=True).abstract_params()[0], QuantSpec()))
+
+
+def test_a_kernel_of_another_shape_is_refused() -> None:
+    model = lookup("flux-dev").build("tiny", quantization="int4")
+    params = model.quantize_weights(model.init_weights(jax.random.key(0)))
+    params["proj_out"]["kernel"] = params["x_embedder"]["kernel"]
+    inputs = model.call_shapes(2, height=8, width=8, text=4)
+    with pytest.raises(UsageError, match=r"proj_out/kernel is stored with shape \(.*\), and the model's is"):
+        jax.eval_shape(lambda params, inputs: model.apply({"params": params}, **inputs), params, inputs)
+    with pytest.raises(UsageError, match="a model without quantization stores no weights quantised"):
+        lookup("flux-dev").build("tiny").quantize_weights(params)

@@ -155,6 +155,7 @@ def _said(result: VerifyResult) -> list[Cell]:
             Setting(attention="flash", dtype="bfloat16"),
             marks=pytest.mark.slow,
         ),
+        pytest.param("flux-dev", "fsdp=4,tensor=2", Setting(quantization="int4"), marks=pytest.mark.slow),
         pytest.param(
             "pictures",
             "data=4,tensor=2",

@@ -13,6 +13,10 @@ from maxdiffusion.pipelines.shipped import DEFAULT_MODEL
 
 def generate(  # noqa: PLR0913  (an argument is an option of the command line)
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help='What to see, such as "a red apple, flat style".')],
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe of the training, such as quantization=int8."),
+    ] = None,
     place: Annotated[
         str,
         typer.Option(
@@ -27,6 +31,10 @@ def generate(  # noqa: PLR0913  (an argument is an option of the command line)
         float | None, typer.Option("--guidance-scale", help="How closely to follow the prompt; 1 is no guidance.")
     ] = None,
     solver: Annotated[str | None, typer.Option("--solver", help="Name of the solver, such as euler.")] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option("--quantization", metavar="MODE", help="int8, fp8 or int4: smaller weights and products."),
+    ] = None,
     mesh: Mesh = None,
     virtual_devices: VirtualDevices = None,
     as_json: Json = False,
@@ -40,8 +48,14 @@ def generate(  # noqa: PLR0913  (an argument is an option of the command line)
     from maxdiffusion.pipelines.checkpoint_folder import recipe_folder, split_place
 
     words = [f"mesh={mesh or 'null'}", f"virtual_devices={virtual_devices or 'null'}"]
-    changes = {"steps": steps, "guidance_scale": guidance_scale, "solver": solver}
-    words += [f"sample.{name}={value}" for name, value in changes.items() if value is not None]
+    options = {
+        "sample.steps": steps,
+        "sample.guidance_scale": guidance_scale,
+        "sample.solver": solver,
+        "quantization": quantization,
+    }
+    words += [f"{name}={value}" for name, value in options.items() if value is not None]
+    words += changes or ()
     recipe = load_run(recipe_folder(*split_place(place)), words).recipe
     devices.make_virtual_devices(recipe.virtual_devices)
     from maxdiffusion.pipelines.generate import generate_from_run

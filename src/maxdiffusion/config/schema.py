@@ -316,6 +316,8 @@ class SampleSection:
         solver: integrates from noise to picture.
         steps: its steps.
         guidance_scale: classifier-free guidance; 1 is none.
+        precise_first_steps: of a model with quantised products, so many steps without them.
+        precise_last_steps: the same at the end.
         prompts: captions of the sample grids.
         seed: seed of the samples' noise.
         num_per_prompt: pictures for each prompt.
@@ -324,6 +326,8 @@ class SampleSection:
     solver: SolverName = "euler"
     steps: Count = 25
     guidance_scale: NotNegative = 3.0
+    precise_first_steps: CountOrZero = 0
+    precise_last_steps: CountOrZero = 0
     prompts: Texts = ()
     seed: Seed = 0
     num_per_prompt: Count = 4
@@ -408,7 +412,8 @@ class Recipe:
         pipeline_patches: parts of the image sequence in patch pipelining, an approximation for sampling; null for none.
         pipeline_warmup_steps: exact steps before it; null for one.
         use_qwix_quantization: says that `quantization` is meant.
-        quantization: `int8`, `fp8` or `fp8_full`: products of quantised operands; null for none.
+        quantization: `int8`, `fp8` or `fp8_full`: products of quantised operands; `int4`: kernels of 4 bits; null for
+            none.
         weight_quantization_calibration_method: of kernels: `absmax`, `absmax,0.9`, `rms,7` or `fixed,10`.
         act_quantization_calibration_method: of what they are multiplied with.
         bwd_quantization_calibration_method: of gradients, with `fp8_full`.

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxdiffusion.kernels import quantised
+from maxdiffusion.kernels.stored import Stored
 from maxdiffusion.log import say_once
 from maxdiffusion.parallel.collectives import permute
 from maxdiffusion.parallel.layout import Layout
@@ -112,7 +113,7 @@ def plan_bands(shape: Sequence[int], features: int, *, rows: Window, columns: Wi
 
 def convolution(
     x: Float[Array, "batch height width channels"],
-    kernel: Float[Array, "rows columns channels features"],
+    kernel: Float[Array, "rows columns channels features"] | Stored,
     *,
     rows: Window,
     columns: Window,
@@ -125,7 +126,7 @@ def convolution(
 
     Args:
         x: the feature map, any floating dtype.
-        kernel: of the dtype of `x`; its logical axes are those of use (`Layout.use`).
+        kernel: of the dtype of `x`, or stored quantised; its logical axes are those of use (`Layout.use`).
         rows: the kernel along the height.
         columns: the same along the width.
         layout: mesh and rules.
@@ -172,6 +173,7 @@ def convolution(
         return layout.local(band, (_READ, _KERNEL), _MADE, out_shape=made)(x, kernel)
 
     if quant is None:
+        assert not isinstance(kernel, Stored)
         return run(x, kernel)
     # Padding is zeroed first, or it would have a say in the scales.
     return quantised.convolution(zeroed(x, filled), kernel, run, quant)

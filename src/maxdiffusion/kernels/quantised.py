@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from maxdiffusion.kernels.scales import quantised
+from maxdiffusion.kernels.stored import Stored
 from maxdiffusion.specs import QuantSpec
 
 FORWARD = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "fp8_full": jnp.float8_e4m3fn}
@@ -23,29 +25,10 @@ BACKWARD = {"fp8_full": jnp.float8_e5m2}
 """What gradients are in the products of the backward pass, by mode; others keep these in the model's dtype."""
 
 
-def qwix() -> Any:
-    """The package Qwix, imported where something is quantised: it takes a third of a second."""
-    import qwix
-
-    return qwix
-
-
-def quantised(x: Float[Array, "..."], dtype: Any, kept: Sequence[int], calibration: str) -> Any:
-    """A `qwix.QArray` of `x` with a float32 scale for each index of the dimensions `kept`.
-
-    Qwix maps the largest magnitude to 127.5, the border between two int8 values (-128 and -127): the last bit of a
-    division would decide which of them it becomes, and differ between programs. Here it is mapped to 127.
-    """
-    method, _, factor = calibration.partition(",")
-    if method == "absmax" and jnp.issubdtype(dtype, jnp.integer):
-        calibration = f"absmax,{float(factor or 1) * 127.5 / 127}"
-    return qwix().quantize(x.astype(jnp.float32), dtype, channelwise_axes=tuple(kept), calibration_method=calibration)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def product(
     x: Float[Array, "..."],
-    kernel: Float[Array, "..."],
+    kernel: Float[Array, "..."] | Stored,
     num_inputs: int,
     spec: QuantSpec,
     precision: jax.lax.Precision | None = None,
@@ -58,7 +41,7 @@ def product(
 
     Args:
         x: any floating dtype.
-        kernel: (*inputs, *features), any floating dtype.
+        kernel: (*inputs, *features), any floating dtype; or stored in the dtype of the mode, without a gradient.
         num_inputs: how many dimensions are contracted.
         spec: how; its mode is not None.
         precision: of the products of the backward pass whose operands are not quantised.
@@ -70,8 +53,8 @@ def product(
 
 
 def _product(
-    x: Array, kernel: Array, num_inputs: int, spec: QuantSpec, precision: Any
-) -> tuple[Array, tuple[Array, Array]]:
+    x: Array, kernel: Array | Stored, num_inputs: int, spec: QuantSpec, precision: Any
+) -> tuple[Array, tuple[Array, Array | Stored]]:
     del precision
     a, b = _operands(x, kernel, range(x.ndim - num_inputs), range(num_inputs, kernel.ndim), spec)
     lead = x.ndim - num_inputs
@@ -81,8 +64,8 @@ def _product(
 
 
 def _product_gradients(
-    num_inputs: int, spec: QuantSpec, precision: Any, kept: tuple[Array, Array], g: Array
-) -> tuple[Array, Array]:
+    num_inputs: int, spec: QuantSpec, precision: Any, kept: tuple[Array, Array | Stored], g: Array
+) -> tuple[Array, Array | None]:
     x, kernel = kept
     lead = x.ndim - num_inputs
     tokens, outputs, features = range(lead), range(lead, g.ndim), range(num_inputs, kernel.ndim)
@@ -94,21 +77,33 @@ def _product_gradients(
         dkernel = _dot(a.qvalue, to_kernel.qvalue, tokens, tokens)
         dkernel = dkernel * (_before(to_kernel.scale, lead, num_inputs) / _LIFT)
     else:
-        dx, dkernel = _dot(g, kernel, outputs, features, precision), _dot(x, g, tokens, tokens, precision)
-    return _unclipped(dx, x, a, spec.activations), _unclipped(dkernel, kernel, b, spec.weights)
+        dx = _dot(g, _plain(kernel, x), outputs, features, precision)
+        dkernel = _dot(x, g, tokens, tokens, precision)
+    return _unclipped(dx, x, a, spec.activations), _of_kernel(dkernel, kernel, b, spec)
 
 
 def _operands(
-    x: Array, kernel: Array, of_x: Sequence[int], of_kernel: Sequence[int], spec: QuantSpec
+    x: Array, kernel: Array | Stored, of_x: Sequence[int], of_kernel: Sequence[int], spec: QuantSpec
 ) -> tuple[Any, Any]:
-    """Both operands quantised, with a scale for each index of these dimensions.
+    """Both operands quantised, with a scale for each index of these dimensions; a stored kernel has its own.
 
     The backward pass calls this again: what it keeps are the operands as they came, of which the policy of a
     rematerialised block knows which are gathered weights.
     """
     assert spec.mode is not None
     forward = FORWARD[spec.mode]
-    return quantised(x, forward, of_x, spec.activations), quantised(kernel, forward, of_kernel, spec.weights)
+    a = quantised(x, forward, of_x, spec.activations)
+    return a, kernel if isinstance(kernel, Stored) else quantised(kernel, forward, of_kernel, spec.weights)
+
+
+def _plain(kernel: Array | Stored, like: Array) -> Array:
+    """A kernel as an array of the dtype of another."""
+    return kernel.whole(like.dtype) if isinstance(kernel, Stored) else kernel
+
+
+def _of_kernel(gradient: Array, kernel: Array | Stored, by: Any, spec: QuantSpec) -> Array | None:
+    """The gradient of a kernel; a stored one has none."""
+    return None if isinstance(kernel, Stored) else _unclipped(gradient, kernel, by, spec.weights)
 
 
 def _gradient(g: Array, scale: Array, kept: Sequence[int], spec: QuantSpec) -> Any:
@@ -152,7 +147,7 @@ product.defvjp(_product, _product_gradients)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def convolution(
     x: Float[Array, "batch height width channels"],
-    kernel: Float[Array, "rows columns channels features"],
+    kernel: Float[Array, "rows columns channels features"] | Stored,
     run: Callable[..., Array],
     spec: QuantSpec,
 ) -> Float[Array, "batch h w features"]:
@@ -163,7 +158,7 @@ def convolution(
 
     Args:
         x: any floating dtype; channels last.
-        kernel: any floating dtype.
+        kernel: any floating dtype; or stored in the dtype of the mode.
         run: `run(x, kernel, dtype)` convolves arrays of any dtype and accumulates in `dtype` (None for their own).
         spec: how; its mode is not None.
 
@@ -174,16 +169,16 @@ def convolution(
 
 
 def _convolution(
-    x: Array, kernel: Array, run: Callable[..., Array], spec: QuantSpec
-) -> tuple[Array, tuple[Array, Array]]:
+    x: Array, kernel: Array | Stored, run: Callable[..., Array], spec: QuantSpec
+) -> tuple[Array, tuple[Array, Array | Stored]]:
     a, b = _operands(x, kernel, (0,), (3,), spec)
     y = run(a.qvalue, b.qvalue, _sums(a.qvalue.dtype)).astype(jnp.float32) * a.scale * b.scale
     return y.astype(x.dtype), (x, kernel)
 
 
 def _convolution_gradients(
-    run: Callable[..., Array], spec: QuantSpec, kept: tuple[Array, Array], g: Array
-) -> tuple[Array, Array]:
+    run: Callable[..., Array], spec: QuantSpec, kept: tuple[Array, Array | Stored], g: Array
+) -> tuple[Array, Array | None]:
     x, kernel = kept
     a, b = _operands(x, kernel, (0,), (3,), spec)
 
@@ -196,8 +191,8 @@ def _convolution_gradients(
         dx = pull(x_values, kernel_values, to_x.qvalue.astype(jnp.float32))[0] * (to_x.scale / _LIFT)
         dkernel = pull(x_values, kernel_values, to_kernel.qvalue.astype(jnp.float32))[1] * (to_kernel.scale / _LIFT)
     else:
-        dx, dkernel = pull(x, kernel, g)
-    return _unclipped(dx, x, a, spec.activations), _unclipped(dkernel, kernel, b, spec.weights)
+        dx, dkernel = pull(x, _plain(kernel, x), g)
+    return _unclipped(dx, x, a, spec.activations), _of_kernel(dkernel, kernel, b, spec)
 
 
 convolution.defvjp(_convolution, _convolution_gradients)

@@ -86,8 +86,8 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
     keeps_precision = (
         "(.*/)?(x_embedder|context_embedder|proj_out)",
         "(.*/)?time_text_embed/.*",
-        "(.*/)?norm[^/]*/linear",
     )
+    modulations = ("(.*/)?norm[^/]*/linear",)
 
     patch_size: int = 1
     in_channels: int = 64

@@ -49,6 +49,7 @@ class Pictures(DiffusionModel, kw_only=True):
     """
 
     keeps_precision = FlaxUNet2DConditionModel.keeps_precision
+    modulations = FlaxUNet2DConditionModel.modulations
 
     image_size: int = 64
     image_channels: int = 3

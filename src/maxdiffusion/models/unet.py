@@ -52,8 +52,8 @@ class FlaxUNet2DConditionModel(UNetKeywords, DiffusionModel, kw_only=True):
     keeps_precision = (
         "(.*/)?(conv_in|conv_out)",
         "(.*/)?(time|add|class)_embedding/.*",
-        "(.*/)?time_emb_proj",
     )
+    modulations = ("(.*/)?time_emb_proj",)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **overrides: Any) -> Self:

@@ -51,7 +51,7 @@ class Conv(nn.Module, kw_only=True):
     def __call__(self, x: Float[Array, "batch height width channels"]) -> Float[Array, "batch h w features"]:
         shape = (self.size, self.size, x.shape[-1], self.features)
         init = self.kernel_init or uniform(self.size * self.size * x.shape[-1])
-        kernel = parameter(self, "kernel", init, shape, (None, None, "conv_in", "conv_out"), self.runtime)
+        kernel = parameter(self, "kernel", init, shape, (None, None, "conv_in", "conv_out"), self.runtime, inputs=3)
         bias = parameter(self, "bias", zeros, (self.features,), ("conv_out",), self.runtime)
         y = convolution(
             x.astype(self.runtime.dtype),

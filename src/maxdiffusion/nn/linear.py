@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from maxdiffusion.kernels import quantised
+from maxdiffusion.kernels.stored import Stored
 from maxdiffusion.nn.parameters import Initializer, lead_axes, parameter, uniform, zeros
 from maxdiffusion.parallel.tensor import fan_in, fan_out
 from maxdiffusion.runtime import Runtime
@@ -50,10 +51,11 @@ class Dense(nn.Module, kw_only=True):
         return self.runtime.quant.of("/".join(self.path))
 
     @nn.compact
-    def weights(self, inputs: tuple[int, ...]) -> tuple[Float[Array, "..."], Float[Array, "..."] | None]:
-        """The kernel for inputs of these sizes, and the bias if there is one, laid out for use."""
+    def weights(self, inputs: tuple[int, ...]) -> tuple[Any, Float[Array, "..."] | None]:
+        """The kernel for inputs of these sizes (see `parameter`), and the bias if there is one, laid out for use."""
         init = self.kernel_init or uniform(math.prod(inputs))
-        kernel = parameter(self, "kernel", init, (*inputs, *self.features), self.names, self.runtime)
+        shape = (*inputs, *self.features)
+        kernel = parameter(self, "kernel", init, shape, self.names, self.runtime, inputs=self.num_inputs)
         if not self.use_bias:
             return kernel, None
         return kernel, parameter(self, "bias", zeros, self.features, self.names[self.num_inputs :], self.runtime)
@@ -61,7 +63,7 @@ class Dense(nn.Module, kw_only=True):
 
 def product(
     x: Float[Array, "..."],
-    kernel: Float[Array, "..."],
+    kernel: Float[Array, "..."] | Stored,
     num_inputs: int,
     runtime: Runtime,
     quant: QuantSpec | None = None,
@@ -69,6 +71,7 @@ def product(
     """`x` times a kernel: its last `num_inputs` dimensions contracted with the kernel's first."""
     if quant is not None:
         return quantised.product(x.astype(runtime.dtype), kernel, num_inputs, quant, runtime.precision)
+    assert not isinstance(kernel, Stored)
     contracted = tuple(range(x.ndim - num_inputs, x.ndim)), tuple(range(num_inputs))
     return jax.lax.dot_general(x.astype(runtime.dtype), kernel, (contracted, ((), ())), precision=runtime.precision)
 

@@ -16,11 +16,12 @@ from jaxtyping import Array
 from maxdiffusion.common_types import BlockSizes, LogicalAxisRules
 from maxdiffusion.errors import UsageError, nearest
 from maxdiffusion.nn.parameters import initial_values, parameter_names
-from maxdiffusion.nn.quantisation import checked, ledger
+from maxdiffusion.nn.quantisation import Storage, checked, ledger, storages, storing
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.pipeline import say_idle, say_no_stages, stage_axes
+from maxdiffusion.parallel.report import path_name
 from maxdiffusion.runtime import Runtime
-from maxdiffusion.specs import QWIX_WITHOUT_MODE, AttentionSpec, PipelineSpec, QuantSpec, RematSpec
+from maxdiffusion.specs import QUANT_KEYWORDS, QWIX_WITHOUT_MODE, AttentionSpec, PipelineSpec, QuantSpec, RematSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -114,7 +115,8 @@ class DiffusionModel(nn.Module, kw_only=True):
         pipeline_warmup_steps: exact steps before it; None for one.
         precision: of float32 products: `default`, `high`, `highest`, or None for the backend's own.
         strict: an array that is not laid out as the rules wish is an error, not a report.
-        quantization: products with quantised operands: `int8`, `fp8` (forward), `fp8_full` (gradients too), or None.
+        quantization: products with quantised operands: `int8`, `fp8` (forward), `fp8_full` (gradients too); `int4`,
+            kernels rounded to 4 bits alone; or None.
         use_qwix_quantization: says that `quantization` is meant; on its own it says too little.
         weight_quantization_calibration_method: scales of kernels: `absmax`, `absmax,0.9`, `rms,7`, `fixed,10`.
         act_quantization_calibration_method: the same for what kernels are multiplied with.
@@ -131,6 +133,16 @@ class DiffusionModel(nn.Module, kw_only=True):
 
     keeps_precision: ClassVar[tuple[str, ...]] = ()
     """Regular expressions of the paths of layers that stay unquantised where the user names none."""
+
+    modulations: ClassVar[tuple[str, ...]] = ()
+    """Further ones, of layers that scale and shift others: left out where activations are quantised as well."""
+
+    @classmethod
+    def usually_excluded(cls, quantization: str | None) -> tuple[str, ...]:
+        """What stays unquantised in a mode where the user names no layers."""
+        if quantization is None:
+            return ()
+        return cls.keeps_precision if quantization == "int4" else (*cls.keeps_precision, *cls.modulations)
 
     mesh: Mesh | None = None
     attention_kernel: str = "dot_product"
@@ -247,6 +259,55 @@ class DiffusionModel(nn.Module, kw_only=True):
         with self.layout.scope():
             return initial_values(self._boxed(), rng, self.layout)
 
+    def quantized_shapes(self) -> Tree:
+        """What `quantize_weights` gives: `jax.ShapeDtypeStruct`s with shardings, those of kernels in `Stored` pairs.
+
+        Raises:
+            UsageError: the model has no `quantization`.
+        """
+        shapes, names = self.abstract_params()
+        shardings = self.layout.shardings(shapes, names)
+        kernels = self.storages()
+
+        def form(path: Any, leaf: Any, sharding: Any) -> Any:
+            like = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            storage = kernels.get(path_name(path))
+            return like if storage is None else storage.form(like)
+
+        return jax.tree_util.tree_map_with_path(form, shapes, shardings)
+
+    def quantize_weights(self, params: Tree) -> Tree:
+        """Parameters whose kernels are stored quantised, for `model.apply` as the others are; sharded by the rules.
+
+        Kernels of layers that stay unquantised are stored in int8 and read back as numbers of `dtype`. One leaf comes
+        after the other: beside both trees, no memory is needed.
+
+        Args:
+            params: from `init_weights` or trained, laid out anyhow.
+
+        Raises:
+            UsageError: the model has no `quantization`.
+        """
+        kernels = self.storages()
+        shapes, names = self.abstract_params()
+
+        def store(path: Any, leaf: Array, sharding: Any) -> Any:
+            storage = kernels.get(path_name(path))
+            return leaf if storage is None else storing(storage, leaf.shape, sharding)(leaf)
+
+        with self.layout.scope():
+            return jax.tree_util.tree_map_with_path(store, params, self.layout.shardings(shapes, names))
+
+    def storages(self) -> dict[str, Storage]:
+        """How each kernel is stored quantised, by its path joined by `/`.
+
+        Raises:
+            UsageError: the model has no `quantization`.
+        """
+        if self.runtime.quant.mode is None:
+            raise UsageError('a model without quantization stores no weights quantised: write quantization="int8"')
+        return storages(self._boxed(), self.runtime.quant)
+
     def alone(self) -> Self:
         """A copy that computes the same without mesh, kernel or rematerialisation: to ask for shapes, or count work."""
         return self.clone(
@@ -258,6 +319,12 @@ class DiffusionModel(nn.Module, kw_only=True):
             remat_save=(),
         )
 
+    def unquantized(self) -> Self:
+        """A copy that multiplies no quantised operands; kernels that are stored quantised are read as numbers."""
+        usual: dict[str, Any] = {field.name: field.default for field in fields(DiffusionModel)}
+        names = ("quantization", "use_qwix_quantization", *QUANT_KEYWORDS.values())
+        return self.clone(parent=None, **{name: usual[name] for name in names})
+
     def _boxed(self) -> Tree:
         """Boxed shapes; the dummy batch of one divides by no mesh."""
         single = self.alone()
@@ -267,7 +334,7 @@ class DiffusionModel(nn.Module, kw_only=True):
 
         boxed = jax.eval_shape(init, self.dummy_inputs())
         quant = self.runtime.quant
-        checked(ledger(nn.unbox(boxed), quant), quant, own=self.keeps_precision)
+        checked(ledger(nn.unbox(boxed), quant), quant, own=self.usually_excluded(quant.mode))
         return boxed
 
 
@@ -293,7 +360,7 @@ def _fold(model: DiffusionModel) -> Runtime:
     """
     if model.use_qwix_quantization and not model.quantization:
         raise UsageError(QWIX_WITHOUT_MODE)
-    usual = type(model).keeps_precision if model.quantization else ()
+    usual = type(model).usually_excluded(model.quantization)
     quant = QuantSpec(
         mode=model.quantization,  # pyright: ignore[reportArgumentType]  the spec checks the name
         weights=model.weight_quantization_calibration_method,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import math
@@ -15,6 +16,9 @@ from flax import struct
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
+from maxdiffusion.errors import UsageError
+from maxdiffusion.kernels.quantised import FORWARD
+from maxdiffusion.kernels.stored import Stored, rounded
 from maxdiffusion.nn.random_bits import weights_key
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.multihost import everywhere
@@ -70,9 +74,15 @@ ones = Constant(1.0)
 
 @struct.dataclass
 class Parameter(nn.LogicallyPartitioned):
-    """The box around a declared parameter: its logical names, and how its initial values are made."""
+    """The box around a declared parameter: its logical names, how its initial values are made, and what it is.
+
+    Of a kernel, `inputs` dimensions are those that a product sums over and `features` those behind them; others have
+    neither. A stack of layers has one more in front.
+    """
 
     init: Any = struct.field(default=zeros, pytree_node=False)
+    inputs: int = struct.field(default=0, pytree_node=False)
+    features: int = struct.field(default=0, pytree_node=False)
 
 
 def parameter(
@@ -84,11 +94,13 @@ def parameter(
     runtime: Runtime,
     *,
     dtype: Any = None,
-) -> Array:
+    inputs: int = 0,
+) -> Any:
     """The parameter `name` of `module`, ready for use in a product.
 
     It is made and stored in `runtime.weights_dtype`, cast, and then gathered over the axes that serve storage only
-    (the cast comes first, so that a bfloat16 model moves half the bytes).
+    (the cast comes first, so that a bfloat16 model moves half the bytes). A kernel that is stored quantised is gathered
+    as it is stored; it stays so where the layer's product reads it so, and is an array else.
 
     Args:
         module: the layer, inside its compact method.
@@ -98,14 +110,60 @@ def parameter(
         names: one logical axis a dimension; None for kernel height and width, and for pairs.
         runtime: how the model runs.
         dtype: of the result; None for `runtime.dtype`.
+        inputs: of a kernel, the number of dimensions that a product sums over; 0 for what is no kernel.
+
+    Returns:
+        An array, or a kernel that is stored in the dtype of the layer's quantised product.
     """
     assert len(names) == len(shape), (name, names, shape)
+    dtype = dtype or runtime.dtype
+    found = module.get_variable("params", name) if inputs and module.has_variable("params", name) else None
+    if isinstance(found, Stored):
+        return _read(found, module, name, shape, names, runtime, dtype)
 
     def boxed(key: Array) -> Parameter:
-        return Parameter(init(key, shape, runtime.weights_dtype), names, init=init)
+        value = init(key, shape, runtime.weights_dtype)
+        return Parameter(value, names, init=init, inputs=inputs, features=len(shape) - inputs if inputs else 0)
 
     value: Any = module.param(name, boxed)
-    return runtime.layout.use(value.astype(dtype or runtime.dtype), *names)
+    value = runtime.layout.use(value.astype(dtype), *names)
+    if inputs and runtime.quant.rounds(_path(module)):
+        return rounded(value, inputs, runtime.quant.weights, "int4")
+    return value
+
+
+def _read(
+    kernel: Stored,
+    module: nn.Module,
+    name: str,
+    shape: tuple[int, ...],
+    names: tuple[str | None, ...],
+    runtime: Runtime,
+    dtype: Any,
+) -> Array | Stored:
+    """A kernel that is stored quantised, gathered."""
+    path = _path(module)
+    if kernel.shape != shape:
+        raise UsageError(f"{path}/{name} is stored with shape {kernel.shape}, and the model's is {shape}")
+    # What values and scales do not divide by is nothing that the user could change.
+    layout = dataclasses.replace(runtime.layout, strict=False)
+
+    def use(part: Array) -> Array:
+        """Gathered; a dimension along which all share one scale has no name."""
+        return layout.use(
+            part,
+            *(None if size == 1 < whole else name for size, whole, name in zip(part.shape, shape, names, strict=True)),
+        )
+
+    gathered = kernel.parts(use)
+    quant = runtime.quant.of(path)
+    if quant is not None and gathered.dtype == FORWARD[str(quant.mode)]:
+        return gathered
+    return gathered.whole(dtype)
+
+
+def _path(module: nn.Module) -> str:
+    return "/".join(module.path)
 
 
 def lead_axes(value: Array, ndim: int) -> Array:

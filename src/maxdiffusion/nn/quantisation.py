@@ -1,7 +1,9 @@
-"""The ledger of a quantised model: which layers multiply quantised operands, which do not, and why."""
+"""The ledger of a quantised model: which layers multiply quantised operands, which do not, and why; how kernels of
+all of them are stored quantised, and in how many bytes."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import re
@@ -9,11 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
+from jax.sharding import NamedSharding, Sharding
+from jaxtyping import Array
 
 from maxdiffusion.errors import UsageError, nearest
+from maxdiffusion.kernels.stored import Stored, is_stored, stored
 from maxdiffusion.log import say_once
-from maxdiffusion.specs import QUANT_KEYWORDS, QuantSpec
+from maxdiffusion.parallel.moments import part_sharding
+from maxdiffusion.specs import QUANT_KEYWORDS, QuantSpec, StoredAs
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +36,7 @@ class QuantRow:
     Attributes:
         module: its path, joined by `/`; that of a stack for all its layers.
         shape: of its kernel.
-        mode: of its products; None where they are not quantised.
+        mode: of its products (`int4`: of its kernel alone); None where nothing is quantised.
         reason: why not; empty where they are.
     """
 
@@ -90,3 +98,122 @@ def checked(rows: Sequence[QuantRow], quant: QuantSpec, *, own: Sequence[str] = 
 
 def _size(rows: Sequence[QuantRow]) -> int:
     return sum(math.prod(row.shape) for row in rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """How one kernel is stored quantised.
+
+    Attributes:
+        how: dtype of its values.
+        calibration: of its scales.
+        inputs: number of dimensions that a product sums over.
+        features: number of dimensions behind them.
+    """
+
+    how: StoredAs
+    calibration: str
+    inputs: int
+    features: int
+
+    def of(self, kernel: Array) -> Stored:
+        """A kernel, or a stack of them, as it is stored."""
+        return stored(kernel, self.how, inputs=self.inputs, features=self.features, calibration=self.calibration)
+
+    def form(self, like: jax.ShapeDtypeStruct) -> Stored:
+        """What a kernel of this shape is stored as: `jax.ShapeDtypeStruct`s whose shardings are cut as its own."""
+        return _form(self, tuple(like.shape)).parts(
+            lambda part: jax.ShapeDtypeStruct(
+                part.shape, part.dtype, sharding=part_sharding(part.shape, like.shape, like.sharding)
+            )
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _form(storage: Storage, shape: tuple[int, ...]) -> Stored:
+    return jax.eval_shape(storage.of, jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+def storages(boxed: Any, quant: QuantSpec) -> dict[str, Storage]:
+    """How each kernel of a model is stored quantised, by its path joined by `/`.
+
+    Args:
+        boxed: tree of `Parameter`s.
+        quant: how the model is quantised.
+    """
+    flat: dict[Any, Any] = flatten_dict(boxed, sep="/")  # type: ignore[assignment]
+    found = {}
+    for path, box in flat.items():
+        if box.inputs:
+            how, calibration = quant.stored_as(path.rpartition("/")[0])
+            found[path] = Storage(how=how, calibration=calibration, inputs=box.inputs, features=box.features)
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def storing(storage: Storage, shape: tuple[int, ...], sharding: Sharding | None, index: int | None = None) -> Any:
+    """The jitted function of a kernel to what is stored.
+
+    Args:
+        storage: how.
+        shape: of the kernel.
+        sharding: of the kernel where it is stored; None leaves it to the compiler.
+        index: given, the function takes a stack of kernels, and stores this one.
+    """
+
+    def store(kernel: Array) -> Stored:
+        return storage.of(kernel if index is None else kernel[index])
+
+    if not isinstance(sharding, NamedSharding):
+        return jax.jit(store)
+    form = storage.form(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding))
+    return jax.jit(store, out_shardings=form.parts(lambda part: part.sharding))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredBytes:
+    """What weights take, on all devices together where each array is counted once.
+
+    Attributes:
+        kernels: that are stored quantised.
+        bytes: of their values and scales.
+        ratio: of these bytes to those in bfloat16.
+        model_bytes: of all weights.
+        model_ratio: of these bytes to those of all weights in bfloat16.
+    """
+
+    kernels: int
+    bytes: int
+    ratio: float
+    model_bytes: int
+    model_ratio: float
+
+
+def stored_bytes(params: Any) -> StoredBytes:
+    """The bytes of a tree of weights with kernels stored quantised.
+
+    Args:
+        params: tree of arrays or `jax.ShapeDtypeStruct`s, and of `Stored` ones.
+    """
+    leaves = jax.tree.leaves(params, is_leaf=is_stored)
+    kernels = [leaf for leaf in leaves if is_stored(leaf)]
+    others = [leaf for leaf in leaves if not is_stored(leaf)]
+    small = sum(leaf.nbytes for leaf in kernels)
+    total = small + sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in others)
+    return StoredBytes(
+        kernels=len(kernels),
+        bytes=small,
+        ratio=small / max(1, 2 * sum(math.prod(leaf.shape) for leaf in kernels)),
+        model_bytes=total,
+        model_ratio=total / max(1, 2 * sum(math.prod(leaf.shape) for leaf in leaves)),
+    )
+
+
+def say_bytes(found: StoredBytes, mode: str | None) -> None:
+    """Says once what stored weights take."""
+    say_once(
+        log,
+        f"quantization={mode}: {found.kernels} kernels are stored in {found.bytes / 1e6:,.1f} MB, {found.ratio:.3f} of "
+        f"their bytes in bfloat16; all weights in {found.model_bytes / 1e6:,.1f} MB, {found.model_ratio:.3f}",
+        logging.INFO,
+    )

@@ -1,7 +1,9 @@
-"""Where an optimizer's arrays live: as the weights that they belong to, less the dimension that was averaged away."""
+"""Where arrays live that belong to a weight: those of an optimizer, less the dimension that was averaged away, and the
+values and scales of a weight that is stored quantised."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,6 +37,28 @@ def moment_sharding(
         return None
     axes = [axes_of(entry) for entry in sharding.spec] + [()] * (len(weight) - len(sharding.spec))
     return NamedSharding(sharding.mesh, partition(axes[:lost] + axes[lost + 1 :]))
+
+
+def part_sharding(shape: Sequence[int], weight: Sequence[int], sharding: Sharding | None) -> Sharding | None:
+    """The sharding of an array with the dimensions of a weight, some of them shorter.
+
+    Args:
+        shape: of the array.
+        weight: shape of the weight.
+        sharding: of the weight; one that has no mesh stays as it is.
+
+    Returns:
+        Each dimension is cut by the weight's mesh axes, the first ones as far as they divide it.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    axes = [axes_of(entry) for entry in sharding.spec] + [()] * (len(weight) - len(sharding.spec))
+    sizes = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_sizes, strict=True))
+    cut = [
+        tuple(axis for end, axis in enumerate(dim, 1) if size % math.prod(sizes[each] for each in dim[:end]) == 0)
+        for size, dim in zip(shape, axes, strict=True)
+    ]
+    return NamedSharding(sharding.mesh, partition(cut))
 
 
 def layer_sharding(sharding: Sharding | None, ndim: int) -> Sharding | None:

@@ -17,6 +17,7 @@ from maxdiffusion.config.schema import LARGEST_SEED, Recipe
 from maxdiffusion.data.png import slug, write_png
 from maxdiffusion.data.prompts import unknown_words
 from maxdiffusion.errors import UsageError
+from maxdiffusion.nn.quantisation import StoredBytes, stored_bytes
 from maxdiffusion.paths import as_path
 from maxdiffusion.pipelines import shipped
 from maxdiffusion.pipelines.checkpoint_folder import recipe_folder, split_place
@@ -36,6 +37,8 @@ class GenerateResult:
         step: of the weights.
         seed: of the noise; picture i of a prompt is picture i of this seed, alone or in a batch, on any mesh.
         unknown_words: words of the prompts that the model does not know.
+        quantization: mode of the model; None for none.
+        weights: what they take where kernels are stored quantised; None where they are not.
         seconds: that it took, compilation included.
     """
 
@@ -43,6 +46,8 @@ class GenerateResult:
     step: int
     seed: int
     unknown_words: tuple[str, ...]
+    quantization: str | None
+    weights: StoredBytes | None
     seconds: float
 
 
@@ -87,7 +92,7 @@ def generate(
     trained = open_trained(run, recipe, step=step)
     draw = sampler(trained.text_to_image, recipe.sample)
     pixels = draw.pictures(trained.params, tokenizer, prompts, num_images=num_images, seed=seed)
-    files = []
+    files, weights = [], stored_bytes(trained.params)
     # What comes with the package stays as it is.
     home = Path() if run.is_relative_to(shipped.FOLDER) else run
     folder = home / GENERATED if out is None else as_path(out)
@@ -104,6 +109,7 @@ def generate(
             "steps": recipe.sample.steps,
             "guidance_scale": recipe.sample.guidance_scale,
             "dtype": recipe.dtype,
+            "quantization": recipe.quantization or "none",
             "maxdiffusion": __version__,
             "jax": jax.__version__,
         }
@@ -113,6 +119,8 @@ def generate(
         step=trained.step,
         seed=seed,
         unknown_words=tuple(unknown),
+        quantization=recipe.quantization,
+        weights=weights if weights.kernels else None,
         seconds=time.perf_counter() - began,
     )
 

@@ -2,19 +2,25 @@
 
 recipe.yaml            the recipe of its training
 tokenizer.json         the words of the captions
-weights.safetensors    the weights that pictures are made with, in float16
+weights.safetensors    the weights that pictures are made with, in float16, or quantised
 made.json              their step and hash, the versions that made them, and figures
+
+A kernel that is stored quantised is two tensors, `NAME/qvalue` and `NAME/scale`. What the format has no name for in
+numpy is written as the whole numbers of its bits: float8 values as uint8, bfloat16 scales as uint16.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load, save
@@ -25,11 +31,18 @@ from maxdiffusion.config.load import RUN_RECIPE
 from maxdiffusion.config.schema import Recipe
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.errors import UsageError
-from maxdiffusion.paths import as_path
+from maxdiffusion.kernels.stored import Stored
+from maxdiffusion.nn.quantisation import Storage
+from maxdiffusion.parallel.moments import part_sharding
+from maxdiffusion.paths import as_path, is_remote
+from maxdiffusion.pipelines.quantised_weights import kept
 from maxdiffusion.pipelines.run_files import PACKED_WEIGHTS
 from maxdiffusion.pipelines.run_folder import TOKENIZER
 
 MADE = "made.json"
+
+PARTS = ("qvalue", "scale")
+"""Tensors of a kernel that is stored quantised."""
 
 
 def is_packed(folder: str | Path) -> bool:
@@ -46,21 +59,28 @@ def pack(
         folder: of the model; it is made, and files in it are replaced.
         recipe: of the training, without what only its machine had (folder, mesh).
         tokenizer: of the captions.
-        params: float32 weights, each whole on this host.
+        params: float32 weights, each whole on this host; kernels may be stored quantised, and then the others are
+            written in float32, so that what is read makes the same pictures.
         step: of the weights.
         figures: what is known about them, for `made.json`.
 
     Returns:
         The folder.
     """
-    half = {str(name): np.asarray(leaf, np.float16) for name, leaf in flatten_dict(params, sep="/").items()}
-    stored = save(half)
+    flat: dict[Any, Any] = flatten_dict(params, sep="/")  # type: ignore[assignment]
+    kernels = {str(name): leaf for name, leaf in flat.items() if isinstance(leaf, Stored)}
+    dtype = np.float32 if kernels else np.float16
+    tensors = {str(name): np.asarray(leaf, dtype) for name, leaf in flat.items() if name not in kernels}
+    for name, leaf in kernels.items():
+        tensors |= {f"{name}/{part}": _bits(np.asarray(getattr(leaf, part))) for part in PARTS}
+    stored = save(tensors)
     made = {
         "step": step,
         "sha256": hashlib.sha256(stored).hexdigest(),
-        "parameters": sum(leaf.size for leaf in half.values()),
+        "parameters": sum(math.prod(leaf.shape) for leaf in flat.values()),
         "maxdiffusion": __version__,
         "jax": jax.__version__,
+        **({"quantization": str(recipe.quantization).removesuffix("_full")} if kernels else {}),
         **figures,
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,33 +91,113 @@ def pack(
     return folder
 
 
-def read_packed(folder: str | Path, like: Any) -> tuple[Any, int]:
-    """The weights and their step.
+def read_packed(
+    folder: str | Path, like: Any, kernels: Mapping[str, Storage] = MappingProxyType({})
+) -> tuple[Any, int]:
+    """The weights and their step, a tensor after the other.
 
     Args:
         folder: of the model.
         like: tree of float32 `jax.ShapeDtypeStruct` with the shardings to read into.
+        kernels: how kernels are stored quantised while they are read, by their path. Those of a file that holds them
+            quantised stay as they are there.
 
     Raises:
         UsageError: a file is damaged, or of another model.
     """
     folder = as_path(folder)
-    stored, made = (folder / PACKED_WEIGHTS).read_bytes(), json.loads((folder / MADE).read_text(encoding="utf-8"))
-    if hashlib.sha256(stored).hexdigest() != made["sha256"]:
-        raise UsageError(f"{folder / PACKED_WEIGHTS} is damaged: get it again")
-    found: dict[str, np.ndarray] = load(stored)
+    path = folder / PACKED_WEIGHTS
+    made = json.loads((folder / MADE).read_text(encoding="utf-8"))
+    digest, found = _opened(path)
+    if digest != made["sha256"]:
+        raise UsageError(f"{path} is damaged: get it again")
     wanted: dict[str, jax.ShapeDtypeStruct] = flatten_dict(like, sep="/")  # type: ignore[assignment]
-    for name in sorted(found.keys() | wanted.keys()):
+    halves = {name.removesuffix("/qvalue") for name in found if name.endswith("/qvalue")}
+    there = halves | {name for name in found if name.rpartition("/")[0] not in halves}
+    for name in sorted(there | wanted.keys()):
         here = wanted[name].shape if name in wanted else "missing"
-        there = found[name].shape if name in found else "missing"
-        if here != there:
+        theirs = _whole_shape(name, found, here) if name in there else "missing"
+        if here != theirs:
             raise UsageError(
-                f"{folder / PACKED_WEIGHTS} is of another model: {name} is {there} there and {here} here; keep model, "
+                f"{path} is of another model: {name} is {theirs} there and {here} here; keep model, "
                 "model_config and data as they were"
             )
 
-    def placed(name: str) -> jax.Array:
-        whole = found[name].astype(np.float32)
-        return jax.make_array_from_callback(whole.shape, wanted[name].sharding, lambda index: whole[index])
+    def placed(name: str) -> Any:
+        one = wanted[name]
+        if name in found:
+            if name in kernels:
+                return kept([_put(found[name], one.sharding)], one, kernels[name])
+            return _put(found[name].astype(np.float32), one.sharding)
+        values, scale = (found[f"{name}/{part}"] for part in PARTS)
+        values, scale = _from_bits(values, one.shape), _from_bits(scale, None)
+        packed = [axis for axis, size in enumerate(values.shape) if size != one.shape[axis]]
+        stored = Stored(qvalue=values, scale=scale, packed=packed[0] - values.ndim if packed else None)
+        return stored.parts(lambda part: _put(part, part_sharding(part.shape, one.shape, one.sharding)))
 
     return unflatten_dict({name: placed(name) for name in wanted}, sep="/"), int(made["step"])
+
+
+def stored_mode(folder: str | Path) -> str | None:
+    """The mode in which a packed model's weights are stored quantised; None where they are not."""
+    return json.loads((as_path(folder) / MADE).read_text(encoding="utf-8")).get("quantization")
+
+
+def _put(array: np.ndarray, sharding: Any) -> jax.Array:
+    """An array of the host on the devices; each gets its share alone."""
+    if sharding is None:
+        return jnp.asarray(array)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def _opened(path: Path) -> tuple[str, Mapping[str, np.ndarray]]:
+    """Hash and tensors of a file of safetensors; those of a local file lie on the disk until they are read."""
+    if is_remote(path):
+        whole = path.read_bytes()
+        return hashlib.sha256(whole).hexdigest(), load(whole)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    # The format: the length of a header, the header, and every tensor's bytes one after the other.
+    raw = np.memmap(path, np.uint8, mode="r")
+    start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
+    try:
+        header: dict[str, Any] = json.loads(raw[8:start].tobytes())
+    except ValueError:
+        return "", {}
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        first, last = (start + offset for offset in entry["data_offsets"])
+        found[name] = raw[first:last].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return digest, found
+
+
+_DTYPES = {"F32": np.float32, "F16": np.float16, "I8": np.int8, "U8": np.uint8, "U16": np.uint16}
+"""Those of packed models."""
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    if array.dtype == jnp.float8_e4m3fn:
+        return array.view(np.uint8)
+    return array.view(np.uint16) if array.dtype == jnp.bfloat16 else array
+
+
+def _from_bits(array: np.ndarray, whole: tuple[int, ...] | None) -> np.ndarray:
+    """Values or scales from what `_bits` made of them; values of a byte each are float8, two in a byte int4.
+
+    Args:
+        array: what the file holds.
+        whole: shape of the kernel, for values.
+    """
+    if array.dtype == np.uint8 and array.shape == whole:
+        return array.view(jnp.float8_e4m3fn)
+    return array.view(jnp.bfloat16) if array.dtype == np.uint16 else array
+
+
+def _whole_shape(name: str, found: Mapping[str, np.ndarray], like: Any) -> tuple[int, ...]:
+    """Shape of a tensor of the file; of a kernel with two values in a byte, that of the kernel which is wanted."""
+    if name in found:
+        return tuple(found[name].shape)
+    values = found[f"{name}/qvalue"]
+    fits = [size in (whole, whole / 2) for size, whole in zip(values.shape, like, strict=False)]
+    return like if values.dtype == np.uint8 and len(like) == values.ndim and all(fits) else tuple(values.shape)

@@ -59,15 +59,31 @@ def read_part(run: str | Path, step: int, part: str, like: Any, *, cast: bool = 
     Raises:
         UsageError: the checkpoint holds another tree, other dtypes, or files that cannot be read.
     """
+    with opened_part(run, step, part, like, cast=cast) as (folder, form):
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+            tree = reader.restore(folder, args=ocp.args.StandardRestore(form))
+        return tree if form is like else from_stored(like, tree)
+
+
+@contextlib.contextmanager
+def opened_part(run: str | Path, step: int, part: str, like: Any, *, cast: bool = False) -> Iterator[tuple[str, Any]]:
+    """A part of a checkpoint that holds what is wanted: its folder, and its `stored_form`, to read from in here.
+
+    Args:
+        run, step, part, like, cast: as for `read_part`.
+
+    Raises:
+        UsageError: as `read_part`, for what is read inside as well.
+    """
     folder = checkpoint_folder(run, step) / part
     place = f"checkpoint {folder}"
-    with quiet(), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+    with quiet():
         try:
-            stored = reader.metadata(as_text(folder)).item_metadata
+            with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+                stored = reader.metadata(as_text(folder)).item_metadata
             form = stored_form(like, stored)
             _check_same(stored, form, place, part, cast=cast)
-            tree = reader.restore(as_text(folder), args=ocp.args.StandardRestore(form))
-            return tree if form is like else from_stored(like, tree)
+            yield as_text(folder), form
         except UsageError:
             raise
         except (OSError, ValueError, RuntimeError) as error:
@@ -92,11 +108,17 @@ def read_weights(
     Raises:
         UsageError: there is no checkpoint, or it is of another model.
     """
+    step, part, like = weights_part(run, like, master_dtype=master_dtype, step=step)
+    return read_part(run, step, part, like), step
+
+
+def weights_part(run: str | Path, like: Any, *, master_dtype: Any, step: int | None) -> tuple[int, str, Any]:
+    """Where a run keeps the weights that `read_weights` reads: the step, the part, and `like` in its dtype."""
     step = chosen_step(run, step)
     part = "ema" if "ema" in parts_in(checkpoint_folder(run, step)) else "params"
     if part == "params":
         like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, master_dtype, sharding=leaf.sharding), like)
-    return read_part(run, step, part, like), step
+    return step, part, like
 
 
 @contextlib.contextmanager

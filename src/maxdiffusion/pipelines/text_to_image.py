@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,10 @@ from maxdiffusion.diffusion.guidance import CondPair, classifier_free, halves, i
 from maxdiffusion.diffusion.noise import noise, step_noise
 from maxdiffusion.diffusion.prediction import Prediction
 from maxdiffusion.diffusion.process import FlowMatching, Process, VariancePreserving
-from maxdiffusion.diffusion.sample import sample
+from maxdiffusion.diffusion.sample import run, start
 from maxdiffusion.diffusion.solvers import get_solver
 from maxdiffusion.errors import UsageError
+from maxdiffusion.kernels.stored import is_stored
 from maxdiffusion.models.pictures import Pictures
 from maxdiffusion.models.registry import MODELS, lookup
 from maxdiffusion.nn.model import EXECUTION, float_dtype
@@ -59,9 +61,9 @@ class TextToImage:
         return self.model.layout
 
     def used(self, params: Any) -> Any:
-        """The weights as the network uses them, from float32 ones."""
+        """The weights as the network uses them, from float32 ones; what is stored quantised is used as it is."""
         dtype = jnp.dtype(self.weights_dtype)
-        return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+        return jax.tree.map(lambda leaf: leaf if is_stored(leaf) else leaf.astype(dtype), params, is_leaf=is_stored)
 
     def denoiser(self, params: Any) -> Denoiser:
         """The network with these parameters; its condition is (text, mask), the text encoded or as word ids.
@@ -155,8 +157,8 @@ class Sampler:
         key = everywhere(jax.random.key(seed), replicated)
         constants = [everywhere(array, replicated) for array in empty]
         pictures = []
-        for start in range(0, len(padded), size):
-            chosen = padded[start : start + size]
+        for begin in range(0, len(padded), size):
+            chosen = padded[begin : begin + size]
             arrays = [texts[0][chosen], texts[1][chosen], indices[chosen].astype(np.int32)]
             ids, mask, index = (_put(array, layout) for array in arrays)
             pictures.append(np.asarray(self.draw(params, ids, mask, *constants, key, index)))
@@ -176,6 +178,7 @@ def sampler(text_to_image: TextToImage, section: SampleSection) -> Sampler:
     solver, grid, prediction = get_solver(section.solver), text_to_image.grid(section.steps), text_to_image.prediction
     text_to_image.process.check(prediction)
     scale = 1 if section.guidance_scale == 1 else section.guidance_scale
+    parts = _parts(text_to_image, grid, section)
 
     def draw(params: Any, ids: Array, mask: Array, empty: Array, empty_mask: Array, key: Array, index: Array) -> Array:
         used = text_to_image.used(params)
@@ -198,15 +201,43 @@ def sampler(text_to_image: TextToImage, section: SampleSection) -> Sampler:
         x = noise(key, index, text_to_image.image_shape) * text_to_image.process.prior_std
         rows = text_to_image.layout.rows(x.shape[0])
         x = x if rows is None else jax.lax.with_sharding_constraint(x, rows)
-        denoiser = classifier_free(text_to_image.denoiser(params), scale=scale)
         steps = step_noise(key, index, text_to_image.image_shape) if solver.stochastic else None
-        return sample(denoiser, x, grid, cond, solver=solver, prediction=prediction, noise=steps).x
+        state = start(x, solver=solver)
+        for part, subject in parts:
+            denoiser = classifier_free(subject.denoiser(params), scale=scale)
+            state, _ = run(denoiser, state, part, cond, solver=solver, prediction=prediction, noise=steps)
+        return state.x
 
     return Sampler(
         text_to_image=text_to_image,
         draw=jax.jit(draw, out_shardings=text_to_image.layout.replicated),
         guided=scale != 1,
     )
+
+
+def _parts(subject: TextToImage, grid: Grid, section: SampleSection) -> list[tuple[Grid, TextToImage]]:
+    """The steps of a grid, in order, each part with what it is sampled with: the first and last ones may be precise.
+
+    Raises:
+        UsageError: precise steps of a model whose products are precise anyway.
+    """
+    first = min(section.precise_first_steps, grid.num_steps)
+    last = min(section.precise_last_steps, grid.num_steps - first)
+    if not section.precise_first_steps + section.precise_last_steps:
+        return [(grid, subject)]
+    mode = subject.model.quantization
+    if mode in (None, "int4"):
+        why = "has no quantised products" if mode is None else "rounds kernels alone, which are stored so"
+        key = "precise_first_steps" if section.precise_first_steps else "precise_last_steps"
+        raise UsageError(
+            f"sample.{key}={getattr(section, key)} is of no use: a model with quantization={mode or 'null'} {why}; "
+            "write quantization=int8 or fp8, or leave it out"
+        )
+    precise = dataclasses.replace(subject, model=subject.model.unquantized())
+    ends = [(0, first, precise), (first, grid.num_steps - last, subject), (grid.num_steps - last, None, precise)]
+    return [
+        (grid.part(begin, end), what) for begin, end, what in ends if begin < (grid.num_steps if end is None else end)
+    ]
 
 
 def text_to_image_of(recipe: Recipe, *, mesh: Mesh | None, vocab_size: int, max_length: int) -> TextToImage:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from maxdiffusion.config.schema import Recipe
 from maxdiffusion.data.tokenizer import WordTokenizer
+from maxdiffusion.errors import UsageError
 from maxdiffusion.nn.model import float_dtype
+from maxdiffusion.nn.quantisation import Storage, say_bytes, stored_bytes
 from maxdiffusion.parallel.mesh import build_mesh
 from maxdiffusion.paths import as_path
 from maxdiffusion.pipelines.checkpoint_folder import chosen_step
-from maxdiffusion.pipelines.packed import is_packed, read_packed
+from maxdiffusion.pipelines.packed import is_packed, read_packed, stored_mode
+from maxdiffusion.pipelines.quantised_weights import read_quantised
 from maxdiffusion.pipelines.run_folder import TOKENIZER, read_weights, weight_shapes
 from maxdiffusion.pipelines.text_to_image import TextToImage, text_to_image_of
 
@@ -25,6 +29,7 @@ class TrainedRun:
         tokenizer: of the captions.
         text_to_image: network and process; its layout says where everything lives.
         params: the averaged weights if the run averages them, float32, else the trained ones in their dtype; laid out.
+            With `quantization`, kernels are stored quantised.
         step: of the weights.
     """
 
@@ -60,9 +65,33 @@ def open_trained(run: str | Path, recipe: Recipe, *, step: int | None = None) ->
     mesh = build_mesh(recipe.mesh_spec)
     subject = text_to_image_of(recipe, mesh=mesh, vocab_size=tokenizer.vocab_size, max_length=tokenizer.max_length)
     shapes = weight_shapes(subject.model)
+    kernels = _kernels(run, subject)
     if is_packed(run):
-        params, step = read_packed(run, shapes)
+        params, step = read_packed(run, shapes, kernels)
     else:
-        kept = float_dtype(recipe.train.master_dtype, "master_dtype")
-        params, step = read_weights(run, shapes, master_dtype=kept, step=step)
+        master = float_dtype(recipe.train.master_dtype, "master_dtype")
+        if kernels:
+            params, step = read_quantised(run, shapes, kernels, master_dtype=master, step=step)
+        else:
+            params, step = read_weights(run, shapes, master_dtype=master, step=step)
+    if kernels:
+        say_bytes(stored_bytes(params), subject.model.quantization)
     return TrainedRun(tokenizer=tokenizer, text_to_image=subject, params=params, step=step)
+
+
+def _kernels(run: str | Path, subject: TextToImage) -> Mapping[str, Storage]:
+    """How kernels are stored quantised while they are read; none without `quantization`.
+
+    Raises:
+        UsageError: the weights are stored in another mode.
+    """
+    mode = subject.model.quantization
+    there = stored_mode(run) if is_packed(run) else None
+    if mode is None:
+        return {}
+    if there not in (None, mode.removesuffix("_full")):
+        raise UsageError(
+            f"the weights of {run} are stored in {there}: leave quantization={mode} out, or make them anew from the "
+            f"run (maxdiffusion quantize RUN --mode {mode} --out DIR)"
+        )
+    return subject.model.storages()

@@ -36,6 +36,7 @@ LIMITS = {
     "int8": {"forward": 1e-2, "gradients": 2e-2, "loss": 5e-3},
     "fp8": {"forward": 4e-2, "gradients": 8e-2, "loss": 2e-2},
     "fp8_full": {"forward": 4e-2, "gradients": 8e-2, "loss": 2e-2},
+    "int4": {"forward": 1e-6, "first_loss": 1e-6, "gradients": 1e-5, "worst_gradient": 1e-5, "loss": 1e-2},
 }
 """Largest relative errors against one device in the same dtype and quantisation.
 
