@@ -24,6 +24,7 @@ from maxdiffusion.cli.doctor import doctor
 from maxdiffusion.cli.evaluate import evaluate
 from maxdiffusion.cli.explain import explain
 from maxdiffusion.cli.generate import generate
+from maxdiffusion.cli.quantize import quantize
 from maxdiffusion.cli.recipes import recipes
 from maxdiffusion.cli.report import report
 from maxdiffusion.cli.traffic import traffic
@@ -42,7 +43,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _verb in (train, generate, evaluate, report, explain, verify, traffic, recipes, doctor):
+for _verb in (train, generate, evaluate, quantize, report, explain, verify, traffic, recipes, doctor):
     app.command()(_verb)
 app.add_typer(ckpt, name="ckpt")
 
