@@ -1,4 +1,5 @@
-"""An optimizer's arrays are laid out as their weights; Adafactor's lack the dimension that optax averages."""
+"""An optimizer's arrays are laid out as their weights, Adafactor's lack the dimension that optax averages; scales of a
+stored weight are cut as it is, as far as they divide."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiffusion.parallel.moments import moment_sharding
+from maxdiffusion.parallel.moments import moment_sharding, part_sharding
 
 AXES = ("a", "b", "c")
 
@@ -44,3 +45,20 @@ def test_rows_and_columns_keep_the_axes_of_what_is_left(shape: tuple[int, ...], 
                 wanted.append(AXES[dim])
         found = moment_sharding(field, moments.shape, weight=shape, sharding=sharding)
         assert found is not None and list(found.spec) == wanted
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((8, 1, 6), P("a", None, "c")),
+        ((8, 6, 6), P("a", "b", "c")),
+        ((1, 3, 6), P(None, None, "c")),
+        ((4, 6, 3), P("a", "b", None)),
+    ],
+)
+def test_a_part_of_a_weight_is_cut_as_the_weight_where_it_divides(shape: tuple[int, ...], spec: P, mesh: Mesh) -> None:
+    sharding = part_sharding(shape, (8, 12, 6), NamedSharding(mesh, P("a", "b", "c")))
+    assert sharding is not None and sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
+    both = part_sharding((2,), (8,), NamedSharding(mesh, P(("a", "b"))))
+    assert both is not None and both.is_equivalent_to(NamedSharding(mesh, P("a")), 1)
+    assert part_sharding(shape, (8, 12, 6), None) is None

@@ -129,7 +129,8 @@ def read_packed(
             if name in kernels:
                 return kept([_put(found[name], one.sharding)], one, kernels[name])
             return _put(found[name].astype(np.float32), one.sharding)
-        values, scale = (found[f"{name}/{part}"] for part in PARTS)
+        # Copied: an array that stays may lie where the host's does, and this one ends with the file.
+        values, scale = (np.array(found[f"{name}/{part}"]) for part in PARTS)
         values, scale = _from_bits(values, one.shape), _from_bits(scale, None)
         packed = [axis for axis, size in enumerate(values.shape) if size != one.shape[axis]]
         stored = Stored(qvalue=values, scale=scale, packed=packed[0] - values.ndim if packed else None)
