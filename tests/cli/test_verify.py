@@ -59,7 +59,7 @@ def test_the_exit_status_says_whether_all_hold(
 
     def result(model: str, *, mesh: MeshSpec, on_start: Any, on_cell: Any, **_: Any) -> VerifyResult:
         assert mesh == MeshSpec(axes=("data", "model"), data=4, model=2)
-        cell: Cell = tool._cell(Setting(), errors, 1.0)
+        cell: Cell = tool._cell(Setting(), errors, tool.LIMITS["float32"], 1.0)
         on_start(2, "data=4,model=2", "4 layers in mid_block alone")
         on_cell(cell)
         return VerifyResult(model=model, mesh="data=8", twin="4 layers in mid_block alone", cells=(cell,))
