@@ -17,6 +17,7 @@ from tests.train.runs import read_lines
 
 def test_a_run_is_measured_and_the_figures_are_kept(trained: TrainResult) -> None:
     result = evaluate_run(trained.run, num_seeds=2)
+    assert isinstance(result.learned, bool)  # a numpy one cannot be written as JSON
     assert (result.step, result.held_out_pairs, result.gallery, result.seeds) == (6, 5, 5, 2)
     assert result.chance == 1 / 5
     assert result.retrieval_interval[0] <= result.retrieval <= result.retrieval_interval[1]

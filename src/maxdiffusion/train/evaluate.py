@@ -132,7 +132,8 @@ def evaluate_run(run: str | Path, *, recipe: Recipe | None = None, num_seeds: in
         other_styles=figures.other_styles,
         pictures_frechet=figures.frechet,
         pictures_frechet_of_real=figures.frechet_of_real,
-        learned=losses.gain_interval[0] > 0 and figures.retrieval_interval[0] > figures.chance,
+        # A numpy bool, which JSON cannot say, where the first one is false.
+        learned=bool(losses.gain_interval[0] > 0 and figures.retrieval_interval[0] > figures.chance),
         seconds=time.perf_counter() - began,
         pictures=folder / f"{EVALUATION}.png",
         samples=next(reversed(grids_in(folder / SAMPLES)), None),
