@@ -6,6 +6,7 @@ A fence `python raises X` must raise X; a fence of any other language is not run
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import re
 import shlex
 from pathlib import Path
@@ -15,6 +16,7 @@ import typer
 
 from maxdiffusion import errors
 from maxdiffusion.cli.main import app
+from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.config.load import load_recipe
 from maxdiffusion.models.registry import MODELS
 from maxdiffusion.parallel.rules import LOGICAL_AXES
@@ -94,3 +96,14 @@ def test_the_table_of_models_is_the_registry_s():
 
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_every_block_size_has_its_row():
+    """The seven sizes, and those of splash attention, which are called alike."""
+    page = (ROOT / "docs" / "parallelism.md").read_text()
+    section = page.split("## Block sizes of flash attention")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(block_\w+)` \|(.+)\|(.+)\|(.+)\|$", section, re.MULTILINE)
+    assert sorted(name for name, *_ in rows) == sorted(field.name for field in dataclasses.fields(BlockSizes))
+    for name, splash, *_ in rows:
+        wanted = "runs as 1" if name == "block_b" else f"`{name.replace('block_k', 'block_kv')}`"
+        assert wanted in splash

@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 
 from maxdiffusion.errors import UsageError
 from maxdiffusion.models.flux import FLUX_SCHNELL, FlaxFluxTransformer2DModel
-from maxdiffusion.models.flux_patches import empty_stores, patched, synchronous
+from maxdiffusion.models.flux_patches import empty_stores, synchronous
 from maxdiffusion.nn.model import DiffusionModel
+from tests.models.patched import patched
 
 # float32: stages and patches add the same terms in another order, through a handful of blocks.
 TOLERANCE = 1e-5

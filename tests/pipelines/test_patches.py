@@ -23,9 +23,10 @@ from maxdiffusion.diffusion.sample import run, sample, start
 from maxdiffusion.diffusion.solvers import get_solver
 from maxdiffusion.errors import UsageError
 from maxdiffusion.models.flux import FLUX_SCHNELL, FlaxFluxTransformer2DModel
-from maxdiffusion.models.flux_patches import empty_stores, patched, synchronous
+from maxdiffusion.models.flux_patches import empty_stores, synchronous
 from maxdiffusion.pipelines.patches import sample_patched
 from maxdiffusion.tools.traffic import traffic
+from tests.models.patched import patched
 
 # float32 through the blocks of a few steps, whose velocities change what comes after them.
 TOLERANCE = 1e-5

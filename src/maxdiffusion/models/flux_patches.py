@@ -194,26 +194,6 @@ def synchronous(
     return (filled[0], filled[1]), velocity[:, :num_image]
 
 
-def patched(
-    model: FlaxFluxTransformer2DModel,
-    params: Any,
-    stores: Stores,
-    x: Float[Array, "batch image channels"],
-    timestep: Float[Array, " batch"],
-    cond: Cond,
-) -> tuple[Stores, Float[Array, "batch image channels"]]:
-    """The velocity by one step of the patch pipeline, which fills and drains; arguments and result as `synchronous`.
-
-    Each patch reads keys and values of this call for the patches before it and those of `stores` for the others.
-    """
-    cut = cut_of(model, x.shape[1], cond["encoder_hidden_states"].shape[1])
-    by_patch = in_front(x, cut.patches, cut.image)
-    stores, out = patched_steps(
-        model, params, stores, by_patch, timestep[None], cond, lambda x, velocity, step: velocity
-    )
-    return stores, joined(out, x.shape[1])
-
-
 def patched_steps(
     model: FlaxFluxTransformer2DModel,
     params: Any,

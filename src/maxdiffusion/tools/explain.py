@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from maxdiffusion.common_types import BlockSizes, LogicalAxisRules
 from maxdiffusion.errors import MeshError
-from maxdiffusion.kernels.attention.select import choose
+from maxdiffusion.kernels.attention.choose import choose
 from maxdiffusion.kernels.halo import plan_bands
 from maxdiffusion.log import say_once
 from maxdiffusion.models.registry import lookup

@@ -8,9 +8,10 @@ jax is told that there is a cuDNN; only cuDNN itself could compile its calls, so
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -44,16 +45,49 @@ PAGE = BlockSizes(block_q=128, block_k=128, block_b=1, block_q_dkv=128, block_k_
 
 QKV = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
 
-# length, keys, head size, dtype, masked, tiles; batch 2 and 4 heads (or three) over the mesh (data=2, tensor=2), the
-# ring over (data=2, context=2)
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Attention and its gradients, for two batch rows on four devices.
+
+    Attributes:
+        length: of the queries.
+        keys: how many; None for as many.
+        heads: number of heads.
+        dim: size of a head.
+        dtype: of queries, keys and values.
+        masked: whether there is a mask of keys.
+        blocks: tiles; None lets the kernel choose.
+        mesh: sizes of the mesh axes.
+        context: as `context_attention`.
+    """
+
+    length: int = 4608
+    keys: int | None = None
+    heads: int = 4
+    dim: int = 64
+    dtype: str = "bfloat16"
+    masked: bool = False
+    blocks: BlockSizes | None = None
+    mesh: dict[str, int] = field(default_factory=lambda: {"data": 2, "tensor": 2})
+    context: str = "auto"
+
+
+_PARTS = {"data": 2, "context": 2}
+
 PROGRAMS = {
-    "image": (4608, 4608, 64, "bfloat16", False, None),
-    "page-sizes": (4608, 4608, 40, "bfloat16", False, PAGE),
-    "text": (333, 77, 80, "float32", True, None),
-    "wide": (4992, 4992, 160, "float32", True, None),
-    "three-heads": (512, 512, 64, "bfloat16", False, None),
-    "ring": (4608, 4608, 128, "bfloat16", False, None),
-    "video": (32_760, 32_760, 128, "bfloat16", True, None),
+    "image": Program(),
+    "masked": Program(masked=True),
+    "page-sizes": Program(dim=40, blocks=PAGE),
+    "text": Program(length=333, keys=77, dim=80, dtype="float32", masked=True),
+    "wide": Program(length=4992, dim=160, dtype="float32", masked=True),
+    "three-heads": Program(length=512, heads=3),
+    "video": Program(length=32_760, dim=128, masked=True),
+    "ring": Program(dim=128, mesh=_PARTS, context="ring"),
+    "ring-masked": Program(dim=128, masked=True, mesh=_PARTS, context="ring"),
+    "ulysses": Program(dim=128, mesh=_PARTS, context="ulysses"),
+    "ulysses-masked": Program(dim=128, masked=True, mesh=_PARTS, context="ulysses"),
+    "hybrid-masked": Program(dim=128, masked=True, mesh={"context": 4}, context="hybrid"),
 }
 
 
@@ -66,24 +100,24 @@ def devices(target: str) -> list[jax.Device]:
 
 def lower(name: str, chips: list[jax.Device]) -> jax.stages.Lowered:
     """The output and the gradients of one program, through the public entry."""
-    length, keys, dim, dtype, masked, blocks = PROGRAMS[name]
-    axes = ("data", "context" if name == "ring" else "tensor")
-    layout = Layout.of(Mesh(np.array(chips).reshape(2, 2), axes))
-    spec = AttentionSpec(kernel="flash", flash_min_seq_length=0, block_sizes=blocks)
-    if name == "ring":
-        spec = replace(spec, context="ring")
+    program = PROGRAMS[name]
+    layout = Layout.of(Mesh(np.array(chips).reshape(tuple(program.mesh.values())), tuple(program.mesh)))
+    spec = AttentionSpec(
+        kernel="flash", flash_min_seq_length=0, block_sizes=program.blocks, context=cast(Any, program.context)
+    )
 
     def shape(num_tokens: int) -> jax.ShapeDtypeStruct:
-        size = (2, num_tokens, 3 if name == "three-heads" else 4, dim)
-        return jax.ShapeDtypeStruct(size, dtype, sharding=layout.sharding(*QKV, shape=size))
+        size = (2, num_tokens, program.heads, program.dim)
+        return jax.ShapeDtypeStruct(size, program.dtype, sharding=layout.sharding(*QKV, shape=size))
 
-    mask = jax.ShapeDtypeStruct((2, keys), jnp.bool_, sharding=layout.sharding("activation_batch", None))
+    q, k = shape(program.length), shape(program.keys or program.length)
+    mask = jax.ShapeDtypeStruct(k.shape[:2], jnp.bool_, sharding=layout.sharding("activation_batch", None))
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, cotangent: jax.Array):
         out, pull = jax.vjp(partial(attention, mask=mask, spec=spec, layout=layout), q, k, v)
         return out, pull(cotangent)
 
-    return jax.jit(run).lower(shape(length), shape(keys), shape(keys), mask if masked else None, shape(length))
+    return jax.jit(run).lower(q, k, k, mask if program.masked else None, q)
 
 
 def main() -> None:

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from maxdiffusion.tools.hlo import arrays_of, instructions
 from tests.aot import TPUS, compile_ahead
 from tests.kernels.attention.aot import PROGRAMS
+
+_WHOLE = ["page-sizes", "video", "wide"]
+"""Programs of whole sequences that only slow tests compile everywhere."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,18 @@ def _compile(target: str, names: list[str], folder: Path) -> dict[str, _Compiled
 def _collectives(text: str) -> list[str]:
     kinds = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
     return re.findall(rf" ({kinds})(?:-start)?\(", text)
+
+
+def _gathered(text: str) -> set[str]:
+    """Dtypes of what is gathered."""
+    found = [one for one in instructions(text) if one.operation.startswith("all-gather")]
+    return {dtype for one in found for dtype, *_ in arrays_of(one.shape)}
+
+
+def _calls(text: str) -> list[str]:
+    """The operands' shapes of each call of an attention kernel; whole numbers among them say which keys may be seen."""
+    calls = "tpu_custom_call|__gpu\\$xla.gpu.triton"
+    return re.findall(rf'custom_call_target="(?:{calls})", operand_layout_constraints={{(.*?}})}}', text)
 
 
 def _lengths(text: str) -> set[int]:
@@ -74,8 +90,41 @@ def test_gpus_with_cudnn_call_it(tmp_path: Path) -> None:
     assert "cudnn" not in text and text.count("@__gpu$xla.gpu.triton") == 3
 
 
+@pytest.mark.parametrize(
+    "target", ["v5e", "h100", *(pytest.param(one, marks=pytest.mark.slow) for one in ("v5p", "v6e"))]
+)
+def test_masks_and_parts_of_a_sequence(target: str, tmp_path: Path) -> None:
+    """Segment ids reach the kernel in every exchange, keys and values are gathered in none, no length is padded."""
+    names = ["masked", "ring-masked", "ulysses-masked", "hybrid-masked"]
+    masked, ring, ulysses, hybrid = _compile(target, names, tmp_path).values()
+    for program, calls, kinds, lengths in (
+        (masked, 3, set(), {4608}),
+        (ring, 6, {"collective-permute"}, {2304}),  # of two parts of the keys each
+        (ulysses, 3, {"all-to-all", "all-gather"}, {2304, 4608}),
+        (hybrid, 6, {"all-to-all", "all-gather", "collective-permute"}, {1152, 2304}),
+    ):
+        found = _calls(program.hlo)
+        assert len(found) == calls and all("s32[" in operands for operands in found)
+        assert set(_collectives(program.hlo)) == kinds
+        assert _gathered(program.hlo) <= {"pred", "u8"}  # a byte a token: the mask
+        assert _lengths(program.hlo) <= lengths | {4608}  # the mask comes in whole
+        assert max(lengths) in _lengths(program.hlo)
+
+
+def test_sequences_in_parts_with_cudnn(tmp_path: Path) -> None:
+    """It runs between Ulysses' swaps, on all tokens of half the heads; it gives no ring its sums."""
+    programs = _compile("h100-cudnn", ["ring", "ulysses", "ulysses-masked"], tmp_path)
+    ring, ulysses, masked = (program.stablehlo for program in programs.values())
+    for call in ("@__cudnn$fmhaSoftmax(", "@__cudnn$fmhaSoftmaxBackward("):
+        (line,) = [line for line in ulysses.splitlines() if call in line]
+        assert "tensor<1x4608x2x128xbf16>" in line
+    assert "triton" not in ulysses and "all_gather" not in ulysses
+    assert "cudnn" not in ring and ring.count("@__gpu$xla.gpu.triton") == 6 and "all_gather" not in ring
+    assert "cudnn" not in masked and masked.count("@__gpu$xla.gpu.triton") == 3
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {"image", "text", "ring", "three-heads"}))
+@pytest.mark.parametrize("name", _WHOLE)
 def test_every_program_compiles_for_gpus(name: str, tmp_path: Path) -> None:
     program = _compile("h100", [name], tmp_path)[name]
     assert program.hlo.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
@@ -84,22 +133,23 @@ def test_every_program_compiles_for_gpus(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TPUS)
-@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {"image", "ring", "three-heads"}))
+@pytest.mark.parametrize("name", ["text", *_WHOLE])
 def test_every_program_compiles_for_tpus(target: str, name: str, tmp_path: Path) -> None:
     """The seven block sizes of the page, masks, float32, wide heads, lengths that no tile divides."""
     program = _compile(target, [name], tmp_path)[name]
     assert program.hlo.count('custom_call_target="tpu_custom_call"') == 3
     assert _collectives(program.hlo) == []
-    length, _, _, _, masked, _ = PROGRAMS[name]
-    assert masked == ("_segmented" in program.hlo) or length % 128
+    assert PROGRAMS[name].masked == ("_segmented" in program.hlo)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "call"), [("v5p", "tpu_custom_call"), ("h100-cudnn", "triton"), ("h100", "triton")])
-def test_rings_are_built_of_these_kernels(target: str, call: str, tmp_path: Path) -> None:
-    """Keys travel round the ring and are gathered nowhere; cuDNN, where there is one, gives no ring its sums."""
-    program = _compile(target, ["ring"], tmp_path)["ring"]
-    assert call in program.stablehlo and "cudnn" not in program.stablehlo
-    if program.hlo:
-        assert set(_collectives(program.hlo)) == {"collective-permute"}
-        assert _lengths(program.hlo) <= {2304}
+@pytest.mark.parametrize("target", [*TPUS, "h100"])
+def test_parts_of_a_sequence_without_a_mask(target: str, tmp_path: Path) -> None:
+    """Nothing hides keys where nothing is masked or padded; keys travel, and are gathered nowhere."""
+    programs = _compile(target, ["ring", "ulysses"], tmp_path)
+    ring, ulysses = programs["ring"].hlo, programs["ulysses"].hlo
+    assert set(_collectives(ring)) == {"collective-permute"} and _lengths(ring) == {2304}
+    assert set(_collectives(ulysses)) == {"all-to-all"} and _lengths(ulysses) == {2304, 4608}
+    for text, calls in ((ring, 6), (ulysses, 3)):
+        found = _calls(text)
+        assert len(found) == calls and not any("s32[" in operands for operands in found)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from maxdiffusion.common_types import BlockSizes
-from maxdiffusion.kernels.attention.flash_gpu import TritonKernel
+from maxdiffusion.kernels.attention.flash_gpu import TritonKernel, _fit
 from maxdiffusion.kernels.attention.local import EMPTY_LSE, Inputs
 from maxdiffusion.kernels.attention.reference import dot_product_attention
 from tests.kernels.attention.cases import F32_LIMIT, arrays, errors, key_mask, local_with_grads, with_grads
@@ -101,6 +101,20 @@ def test_chosen_tiles(length: int, dim: int, caplog: pytest.LogCaptureFixture) -
         text = str(jax.make_jaxpr(partial(_run, TritonKernel(), blocks))(shape, shape, shape))
     assert caplog.records == []
     assert (" pad[" in text) == any(length % size for size in sizes)
+
+
+def test_each_size_is_one_of_a_program() -> None:
+    """The table of the module and of the documentation."""
+    sizes = BlockSizes(block_q=128, block_k=64, block_q_dkv=32, block_k_dkv=128, block_k_dq=16, block_q_dq=64)
+    fit = _fit(sizes, (4096, 4096), 40, jnp.bfloat16)
+    assert fit == ((128, 64), (32, 128), (64, 16))
+
+
+def test_chosen_tiles_that_float32_halves_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    shape = jax.ShapeDtypeStruct((1, 4096, 1, 40), jnp.float32)
+    with caplog.at_level(logging.WARNING):
+        jax.eval_shape(partial(_run, TritonKernel(), _KERNEL.tiles(4096, 4096, 40)), shape, shape, shape)
+    assert caplog.records == []
 
 
 def test_sizes_that_a_gpu_cannot_run_are_told_once(caplog: pytest.LogCaptureFixture) -> None:

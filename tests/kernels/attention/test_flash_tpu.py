@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from maxdiffusion.common_types import BlockSizes
-from maxdiffusion.kernels.attention.flash_tpu import LANES, TILE_K, TILE_Q, SplashKernel
+from maxdiffusion.kernels.attention.flash_tpu import LANES, TILE_K, TILE_Q, SplashKernel, _fit
 from maxdiffusion.kernels.attention.local import EMPTY_LSE, Inputs
 from maxdiffusion.kernels.attention.reference import dot_product_attention
 from tests.kernels.attention.cases import F32_LIMIT, arrays, errors, key_mask, local_with_grads, with_grads
@@ -124,6 +124,22 @@ def test_sizes_that_a_tpu_cannot_run_are_told_once(caplog: pytest.LogCaptureFixt
     (record,) = caplog.records
     for part in ("block_q=100 runs as 128", "block_k=320 runs as 384", "block_q_dkv=200 runs as 128", "block_b=2"):
         assert part in record.message
+
+
+def test_each_size_is_one_of_splash_attention_s() -> None:
+    """The table of the module and of the documentation."""
+    sizes = BlockSizes(block_q=256, block_k=1024, block_q_dkv=128, block_k_dkv=2048, block_k_dq=512, block_q_dq=4096)
+    legal = _fit(sizes, 4096, 4096).blocks
+    assert (legal.block_q, legal.block_kv, legal.block_kv_compute) == (256, 1024, 512)
+    assert (legal.block_q_dkv, legal.block_kv_dkv, legal.block_kv_dkv_compute) == (128, 2048, 512)
+    assert (legal.block_q_dq, legal.block_kv_dq) == (4096, 512)
+
+
+def test_sizes_are_chosen_after_padding() -> None:
+    """333 keys become 384, which 128 divides and 256 does not; a forward tile pads the length to itself."""
+    fit = _fit(BlockSizes(block_q=128, block_k=384, block_q_dkv=256, block_k_dkv=768), 333, 1000)
+    assert (fit.num_queries, fit.num_keys) == (384, 1152)
+    assert (fit.blocks.block_q_dkv, fit.blocks.block_kv_dkv) == (128, 384)
 
 
 def test_the_page_s_sizes_run_as_written(caplog: pytest.LogCaptureFixture) -> None:

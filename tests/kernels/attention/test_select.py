@@ -7,25 +7,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.errors import IndivisibleError, LayoutWarning, UsageError
-from maxdiffusion.kernels.attention.flash_cpu import auto_block_sizes
-from maxdiffusion.kernels.attention.flash_gpu import _cudnn_refusal
 from maxdiffusion.kernels.attention.reference import dot_product_attention
-from maxdiffusion.kernels.attention.select import KERNELS, attention, choose
+from maxdiffusion.kernels.attention.select import attention, choose
 from maxdiffusion.parallel.layout import Layout
-from maxdiffusion.parallel.mesh import abstract_mesh
-from maxdiffusion.specs import AttentionSpec, MeshSpec
+from maxdiffusion.specs import AttentionSpec
 from tests.kernels.attention.cases import (
     F32_LIMIT,
     arrays,
     collectives,
     errors,
     key_mask,
+    layout_of,
     on_mesh,
+    sequence,
     with_grads,
 )
 
@@ -42,30 +40,6 @@ def _image(length: int) -> tuple[int, int, int, int]:
     return (2, length, 8, 40)
 
 
-def test_dot_product_is_chosen_as_asked(one: Layout) -> None:
-    choice = choose(_image(4096), _image(4096), spec=AttentionSpec(), layout=one)
-    assert (choice.kernel, choice.block_sizes, choice.reason) == ("dot_product", None, "attention_kernel='dot_product'")
-
-
-def test_flash_is_chosen_from_the_threshold_on(one: Layout) -> None:
-    spec = AttentionSpec(kernel="flash", flash_min_seq_length=4096)
-    choice = choose(_image(4096), _image(4096), spec=spec, layout=one)
-    assert choice.kernel == "flash_cpu"
-    assert choice.block_sizes == auto_block_sizes(4096, 4096)
-    assert "4096 queries x 4096 keys reach flash_min_seq_length=4096" in choice.reason
-    assert "blockwise kernel in pure jax (cpu)" in choice.reason and "chosen for these lengths" in choice.reason
-
-
-@pytest.mark.parametrize(
-    ("queries", "keys", "why"), [(4096, 77, "77 keys"), (64, 4096, "64 queries"), (4095, 4095, "4095 keys")]
-)
-def test_a_short_side_takes_the_dot_product_kernel(one: Layout, queries: int, keys: int, why: str) -> None:
-    spec = AttentionSpec(kernel="flash", flash_min_seq_length=4096)
-    choice = choose(_image(queries), _image(keys), spec=spec, layout=one)
-    assert choice.kernel == "dot_product" and choice.block_sizes is None
-    assert choice.reason.startswith(f"{why} are below flash_min_seq_length=4096: scores of {queries} x {keys}")
-
-
 def test_a_full_mask_takes_the_dot_product_kernel(one: Layout) -> None:
     choice = choose(_image(64), _image(64), spec=_FLASH, layout=one, full_mask=True)
     assert choice.kernel == "dot_product" and "full mask of 64 x 64" in choice.reason
@@ -73,62 +47,6 @@ def test_a_full_mask_takes_the_dot_product_kernel(one: Layout) -> None:
     causal = jnp.tril(jnp.ones((9, 9), bool))[None, None]
     found = attention(q, k, v, mask=causal, spec=_FLASH, layout=one)
     assert errors((found,), (dot_product_attention(q, k, v, mask=causal),)) <= [F32_LIMIT]
-
-
-@pytest.mark.parametrize("length", [16, 8192])
-def test_flash_without_a_mesh_says_what_to_do(length: int) -> None:
-    with pytest.raises(UsageError, match=r"attention_kernel='flash' needs a mesh.*give mesh=.*'dot_product'"):
-        choose(_image(length), _image(length), spec=AttentionSpec(kernel="flash"), layout=Layout.of(None))
-
-
-def test_the_kernel_follows_the_mesh(one: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Layout, "platform", "tpu")
-    spec = AttentionSpec(kernel="flash", flash_min_seq_length=0)
-    choice = choose(_image(4608), _image(4608), spec=spec, layout=one)
-    assert choice.kernel == "flash_tpu" and choice.block_sizes == KERNELS["flash_tpu"].tiles(4608, 4608, 40)
-    assert "splash attention" in choice.reason and "tiles of 512 x 768" in choice.reason
-    monkeypatch.setattr(Layout, "platform", "gpu")
-    choice = choose(_image(4608), _image(4608), spec=spec, layout=one)
-    assert choice.kernel == "flash_gpu" and "Triton" in choice.reason
-    choice = choose((1, 4608, 1, 512), (1, 4608, 1, 512), spec=spec, layout=one)
-    assert choice.kernel == "flash_cpu" and "heads of 512 are too wide" in choice.reason
-
-
-def test_cudnn_is_chosen_where_it_serves(one: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Layout, "platform", "gpu")
-    pick = partial(choose, _image(64), _image(64), spec=_FLASH, layout=one, dtype=jnp.bfloat16)
-
-    def absent() -> int:
-        raise RuntimeError("cuDNN is not detected.")
-
-    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", absent)
-    _cudnn_refusal.cache_clear()
-    choice = pick()
-    assert choice.kernel == "flash_gpu" and "for cuDNN refuses: " in choice.reason
-    planned = Layout.of(abstract_mesh(MeshSpec(data=1), platform="gpu"))
-    choice = pick(layout=planned)
-    assert choice.kernel == "flash_gpu" and "cuDNN on a GPU that has it, if it takes heads of" in choice.reason
-    assert "; else Triton kernel" in choice.reason
-    assert "cuDNN refuses: it takes bfloat16 and float16, not float32" in pick(layout=planned, dtype=jnp.float32).reason
-    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91_100)
-    _cudnn_refusal.cache_clear()
-    choice = pick()
-    assert choice.kernel == "cudnn" and choice.block_sizes is None
-    assert "cuDNN, which ignores flash_block_sizes" in choice.reason
-    choice = pick(key_mask=True)
-    assert choice.kernel == "flash_gpu" and "takes no mask of keys" in choice.reason
-    choice = pick(dtype=jnp.float32)
-    assert choice.kernel == "flash_gpu" and "float32" in choice.reason
-    _cudnn_refusal.cache_clear()
-
-
-def test_the_reason_tells_the_share_of_a_device(data_model: Mesh) -> None:
-    layout = Layout.of(data_model)
-    choice = choose((8, 64, 6, 16), (8, 64, 6, 16), spec=_FLASH, layout=layout)
-    assert "each device: batch 2, 3 heads, 64 queries" in choice.reason
-    choice = choose((8, 64, 5, 16), (8, 64, 5, 16), spec=_FLASH, layout=layout)
-    assert "each device: batch 2, 5 heads" in choice.reason
-    assert "activation_heads" in choice.reason and "model" in choice.reason  # why the heads are not shared out
 
 
 def test_the_same_numbers_on_both_sides_of_the_threshold(one: Layout) -> None:
@@ -187,6 +105,16 @@ def test_rules_that_shard_keys_or_head_size_still_give_whole_keys_and_heads(devi
     found, text = on_mesh(layout, args, mask, spec)
     assert "all-gather" in text
     assert max(errors(found, jax.jit(with_grads(dot_product_attention, mask))(*args))) <= F32_LIMIT
+
+
+@pytest.mark.parametrize("kernel", ["flash", "dot_product"])
+def test_gathered_keys_keep_their_mask(devices: np.ndarray, kernel: str) -> None:
+    """One sequence in four parts, of a length that four does not divide."""
+    args, mask, wanted = sequence(30, 30)
+    spec = dataclasses.replace(_FLASH, kernel=kernel, context="gather")
+    found, text = on_mesh(layout_of(devices, context=4), args, mask, spec)
+    assert "all-gather" in text
+    assert max(errors(found, wanted)) <= F32_LIMIT, errors(found, wanted)
 
 
 def test_an_explicit_mesh(devices: np.ndarray) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -31,8 +33,18 @@ _GRID = [("activation_length", ("rings", "swaps"))]
         ({"context": 8}, 126, 2, _HYBRID),
         ({"context": 4, "tensor": 2}, 13, 4, _HYBRID),
         ({"rings": 2, "swaps": 2}, 13, 2, AttentionSpec(context="hybrid")),
+        ({"context": 4}, 126, 2, replace(_FLASH, context="hybrid")),
     ],
-    ids=["2-flash", "4-padded", "2-tensor", "4-data", "hybrid-8", "hybrid-4-tensor", "hybrid-of-two-axes"],
+    ids=[
+        "2-flash",
+        "4-padded",
+        "2-tensor",
+        "4-data",
+        "hybrid-8",
+        "hybrid-4-tensor",
+        "hybrid-of-two-axes",
+        "hybrid-flash",
+    ],
 )
 def test_equals_the_reference(
     devices: np.ndarray, sizes: dict[str, int], length: int, heads: int, spec: AttentionSpec

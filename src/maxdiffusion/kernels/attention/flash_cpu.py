@@ -16,11 +16,12 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.errors import UsageError
-from maxdiffusion.kernels.attention.local import EMPTY_LSE, Inputs, LocalKernel, Result, attend
+from maxdiffusion.kernels.attention.local import EMPTY_LSE, Inputs, LocalKernel, Result, attend, padded, seen_keys, up
 from maxdiffusion.kernels.attention.reference import check_arguments
 
 TILE_Q = 256
@@ -118,11 +119,11 @@ class _FlashCpu:
 
     def forward(self, inputs: Inputs, blocks: BlockSizes, precision: jax.lax.PrecisionLike) -> Result:
         """Attention of these queries to these keys, in one pass over tiles of keys for each tile of queries."""
-        q, k, v, mask = inputs
+        q, k, v, _ = inputs
         (B, Lq, H, D), Lk = q.shape, k.shape[1]
         rows, tile_q, tile_k = _fit(blocks, (blocks.block_q, blocks.block_k), (B, Lq, Lk))
         queries = _tiles(_scaled(q), rows, tile_q)
-        keys = _key_tiles(k, v, mask, rows, tile_k, turned=v)
+        keys = _key_tiles(inputs, rows, tile_k, turned=v)
 
         def head(tiles: tuple[Array, _KeyTiles]) -> tuple[Array, Array]:
             q_tiles, k_tiles = tiles
@@ -165,6 +166,13 @@ class _FlashCpu:
         del head_dim
         return auto_block_sizes(num_queries, num_keys)
 
+    def runs(
+        self, blocks: BlockSizes, num_queries: int, num_keys: int, head_dim: int, dtype: DTypeLike
+    ) -> tuple[int, int]:
+        """As written, none larger than the array."""
+        del head_dim, dtype
+        return _fit(blocks, (blocks.block_q, blocks.block_k), (1, num_queries, num_keys))[1:]
+
 
 FLASH_CPU: LocalKernel = _FlashCpu()
 """Blockwise attention in pure jax as the kernel of one device: it runs on every platform."""
@@ -174,11 +182,11 @@ def _key_pass(
     blocks: BlockSizes, precision: jax.lax.PrecisionLike, saved: _Saved, d_out: Array, *, with_dq: bool
 ) -> tuple[Array, Array, Array | None]:
     """dk and dv, a tile of keys at a time; with `with_dq` each tile's share of dq is added up on the way."""
-    (q, k, v, mask), _ = saved
-    (B, Lq, H, D), Lk = q.shape, k.shape[1]
+    inputs, _ = saved
+    (B, Lq, H, D), Lk = inputs.q.shape, inputs.k.shape[1]
     rows, tile_q, tile_k = _fit(blocks, blocks.dkv, (B, Lq, Lk))
     queries = _query_tiles(saved, d_out, rows, tile_q)
-    keys = _key_tiles(k, v, mask, rows, tile_k, turned=k)
+    keys = _key_tiles(inputs, rows, tile_k, turned=inputs.k)
 
     def head(tiles: tuple[_QueryTiles, _KeyTiles]) -> tuple[Array, Array, Array | None]:
         q_tiles, k_tiles = tiles
@@ -207,11 +215,11 @@ def _key_pass(
 
 def _query_pass(blocks: BlockSizes, precision: jax.lax.PrecisionLike, saved: _Saved, d_out: Array) -> Array:
     """dq before the scale, a tile of queries at a time."""
-    (q, k, v, mask), _ = saved
-    (B, Lq, H, D), Lk = q.shape, k.shape[1]
+    inputs, _ = saved
+    (B, Lq, H, D), Lk = inputs.q.shape, inputs.k.shape[1]
     rows, tile_q, tile_k = _fit(blocks, blocks.dq, (B, Lq, Lk))
     queries = _query_tiles(saved, d_out, rows, tile_q)
-    keys = _key_tiles(k, v, mask, rows, tile_k, turned=k)
+    keys = _key_tiles(inputs, rows, tile_k, turned=inputs.k)
 
     def head(tiles: tuple[_QueryTiles, _KeyTiles]) -> Array:
         q_tiles, k_tiles = tiles
@@ -240,11 +248,11 @@ def _query_tiles(saved: _Saved, d_out: Array, rows: int, tile: int) -> _QueryTil
     )
 
 
-def _key_tiles(k: Array, v: Array, mask: Array | None, rows: int, tile: int, *, turned: Array) -> _KeyTiles:
+def _key_tiles(inputs: Inputs, rows: int, tile: int, *, turned: Array) -> _KeyTiles:
     return _KeyTiles(
-        _tiles(k, rows, tile),
-        _tiles(v, rows, tile),
-        _bias(mask, k, rows, tile),
+        _tiles(inputs.k, rows, tile),
+        _tiles(inputs.v, rows, tile),
+        _bias(inputs, rows, tile),
         _tiles(turned, rows, tile, turned=True),
     )
 
@@ -283,7 +291,8 @@ def _fit(blocks: BlockSizes, tiles: tuple[int, int], sizes: tuple[int, int, int]
 
 def _tiles(x: Array, rows: int, tile: int, *, turned: bool = False) -> Array:
     """float32 tiles (batch rows and heads, tiles, rows, tile, dim), padded with zeros; `turned` swaps the last two."""
-    x = jnp.pad(x, ((0, -x.shape[0] % rows), (0, -x.shape[1] % tile), (0, 0), (0, 0))).astype(jnp.float32)
+    x = padded(x, up(x.shape[1], tile))
+    x = jnp.pad(x, ((0, -x.shape[0] % rows), (0, 0), (0, 0), (0, 0))).astype(jnp.float32)
     last = "d t" if turned else "t d"
     return rearrange(x, f"(b r) (n t) h d -> (b h) n r {last}", r=rows, t=tile)
 
@@ -295,13 +304,13 @@ def _untiled(x: Array, sizes: tuple[int, int, int], *, turned: bool = False) -> 
     return x[: sizes[0], : sizes[1]]
 
 
-def _bias(mask: Array | None, k: Array, rows: int, tile: int) -> Array | None:
+def _bias(inputs: Inputs, rows: int, tile: int) -> Array | None:
     """0 for a key that may be seen, -inf for one that may not or is padding; None when all keys may be seen."""
-    B, Lk, H, _ = k.shape
-    if mask is None and Lk % tile == 0:
+    B, Lk, H, _ = inputs.k.shape
+    seen = seen_keys(inputs, up(Lk, tile))
+    if seen is None:
         return None
-    seen = jnp.ones((B, Lk), bool) if mask is None else mask
-    seen = jnp.pad(seen, ((0, -B % rows), (0, -Lk % tile)))
+    seen = jnp.pad(seen, ((0, -B % rows), (0, 0)))
     bias = jnp.where(seen, jnp.float32(0.0), jnp.float32(-jnp.inf))
     bias = rearrange(bias, "(b r) (n t) -> b n r t 1", r=rows, t=tile)
     return jnp.repeat(bias, H, axis=0)

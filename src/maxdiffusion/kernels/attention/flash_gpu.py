@@ -35,7 +35,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from maxdiffusion.common_types import BlockSizes
-from maxdiffusion.kernels.attention.local import EMPTY_LSE, Inputs, LocalKernel, Result
+from maxdiffusion.kernels.attention.local import EMPTY_LSE, Inputs, LocalKernel, Result, padded, seen_keys, up
 from maxdiffusion.log import say_once
 
 log = logging.getLogger(__name__)
@@ -73,8 +73,11 @@ class TritonKernel:
     def forward(self, inputs: Inputs, blocks: BlockSizes, precision: jax.lax.PrecisionLike) -> Result:
         """Attention of these queries to these keys."""
         B, Lq, H, D = inputs.q.shape
-        tile_q, tile_k = _fit(blocks, inputs).forward
-        q = _padded(inputs.q, tile_q)
+        fit = _fit_inputs(blocks, inputs)
+        if blocks != self.tiles(Lq, inputs.k.shape[1], D):
+            _say_changed(blocks, fit, (Lq, inputs.k.shape[1]))
+        tile_q, tile_k = fit.forward
+        q = padded(inputs.q, up(Lq, tile_q))
         k, v, hidden = _keys(inputs, tile_k)
         length = q.shape[1]
         row = pl.BlockSpec((None, tile_q, None), lambda i, b, h: (b, i, h))
@@ -120,6 +123,12 @@ class TritonKernel:
             sizes[name_q], sizes[name_k] = min(tile_q, _power(num_queries)), min(tile_k, _power(num_keys))
         return BlockSizes(**sizes)
 
+    def runs(
+        self, blocks: BlockSizes, num_queries: int, num_keys: int, head_dim: int, dtype: DTypeLike
+    ) -> tuple[int, int]:
+        """Powers of two within shared memory, as the module says."""
+        return _fit(blocks, (num_queries, num_keys), head_dim, dtype).forward
+
     def _of_keys(
         self,
         inputs: Inputs,
@@ -129,8 +138,8 @@ class TritonKernel:
     ) -> tuple[Array, Array]:
         """dk and dv; each program holds a tile of keys."""
         (B, Lk, H, D) = inputs.k.shape
-        tile_q, tile_k = _fit(blocks, inputs).dkv
-        q, d_out, lse, dot = (_padded(x, tile_q) for x in (inputs.q, *saved))
+        tile_q, tile_k = _fit_inputs(blocks, inputs).dkv
+        q, d_out, lse, dot = (padded(x, up(x.shape[1], tile_q)) for x in (inputs.q, *saved))
         k, v, hidden = _keys(inputs, tile_k)
         tile = pl.BlockSpec((None, tile_k, None, _width(D)), lambda i, b, h: (b, i, h, 0))
         hidden_tile = None if hidden is None else pl.BlockSpec((None, tile_k), lambda i, b, h: (b, i))
@@ -156,8 +165,8 @@ class TritonKernel:
     ) -> Array:
         """dq; each program holds a tile of queries."""
         (B, Lq, H, D) = inputs.q.shape
-        tile_q, tile_k = _fit(blocks, inputs).dq
-        q, d_out, lse, dot = (_padded(x, tile_q) for x in (inputs.q, *saved))
+        tile_q, tile_k = _fit_inputs(blocks, inputs).dq
+        q, d_out, lse, dot = (padded(x, up(x.shape[1], tile_q)) for x in (inputs.q, *saved))
         k, v, hidden = _keys(inputs, tile_k)
         tile = pl.BlockSpec((None, tile_q, None, _width(D)), lambda i, b, h: (b, i, h, 0))
         row = pl.BlockSpec((None, tile_q, None), lambda i, b, h: (b, i, h))
@@ -333,24 +342,21 @@ def _whole_rows(x: Array | None, *, heads: bool = True) -> pl.BlockSpec | None:
 
 def _keys(inputs: Inputs, tile: int) -> tuple[Array, Array, Array | None]:
     """Padded keys and values, and 1 for each key that may not be seen; None where all may."""
-    B, Lk = inputs.k.shape[:2]
-    k, v = _padded(inputs.k, tile), _padded(inputs.v, tile)
-    if inputs.mask is None and k.shape[1] == Lk:
-        return k, v, None
-    seen = jnp.ones((B, Lk), bool) if inputs.mask is None else inputs.mask
-    return k, v, 1 - _padded(seen, tile).astype(jnp.int32)
+    length = up(inputs.k.shape[1], tile)
+    seen = seen_keys(inputs, length)
+    k, v = padded(inputs.k, length), padded(inputs.v, length)
+    return k, v, None if seen is None else 1 - seen.astype(jnp.int32)
 
 
-def _padded(x: Array, tile: int) -> Array:
-    if x.shape[1] % tile == 0:
-        return x
-    return jnp.pad(x, [(0, -x.shape[1] % tile) if dim == 1 else (0, 0) for dim in range(x.ndim)])
+def _fit_inputs(blocks: BlockSizes, inputs: Inputs) -> _Fit:
+    """Tiles as they run for these arrays."""
+    q, k = inputs.q, inputs.k
+    return _fit(blocks, (q.shape[1], k.shape[1]), q.shape[3], q.dtype)
 
 
-def _fit(blocks: BlockSizes, inputs: Inputs) -> _Fit:
+def _fit(blocks: BlockSizes, lengths: tuple[int, int], head_dim: int, dtype: DTypeLike) -> _Fit:
     """Tiles as they run: powers of two, none larger than it takes to hold the array, all within shared memory."""
-    lengths = inputs.q.shape[1], inputs.k.shape[1]
-    width, item = _width(inputs.q.shape[3]), inputs.q.dtype.itemsize
+    width, item = _width(head_dim), jnp.dtype(dtype).itemsize
 
     def legal(tiles: tuple[int, int], *, held: int, of_queries: bool) -> tuple[int, int]:
         """`held` tiles of one side stay in shared memory; of the other, two arrays pass through it."""
@@ -364,13 +370,11 @@ def _fit(blocks: BlockSizes, inputs: Inputs) -> _Fit:
             smaller_q = tile_q > tile_k or (tile_q == tile_k and not of_queries)
             tile_q, tile_k = (tile_q // 2, tile_k) if smaller_q else (tile_q, tile_k // 2)
 
-    fit = _Fit(
+    return _Fit(
         legal((blocks.block_q, blocks.block_k), held=1, of_queries=True),
         legal(blocks.dkv, held=2, of_queries=False),
         legal(blocks.dq, held=2, of_queries=True),
     )
-    _say_changed(blocks, fit, lengths)
-    return fit
 
 
 def _power(size: int) -> int:

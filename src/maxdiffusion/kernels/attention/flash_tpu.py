@@ -29,10 +29,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as splash_mask
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from maxdiffusion.common_types import BlockSizes
-from maxdiffusion.kernels.attention.local import EMPTY_LSE, Inputs, LocalKernel, Result
+from maxdiffusion.kernels.attention.local import EMPTY_LSE, Inputs, LocalKernel, Result, padded, seen_keys, up
 from maxdiffusion.log import say_once
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,10 @@ class SplashKernel:
 
     def forward(self, inputs: Inputs, blocks: BlockSizes, precision: jax.lax.PrecisionLike) -> Result:
         """Attention of these queries to these keys."""
-        fit = _fit(blocks, inputs.q.shape[1], inputs.k.shape[1])
+        (Lq, D), Lk = inputs.q.shape[1::2], inputs.k.shape[1]
+        fit = _fit(blocks, Lq, Lk)
+        if blocks != self.tiles(Lq, Lk, D):
+            _say_changed(blocks, fit)
         kernel = splash.SplashAttentionKernel(
             _ALL_SEEN,
             None,
@@ -93,8 +97,7 @@ class SplashKernel:
         q, k, v = _arrays(inputs, fit)
         with _precision(precision, q.dtype):
             out, (lse,) = jax.vmap(kernel)(q, k, v, _segments(inputs, fit))
-        out = jnp.swapaxes(out, 1, 2)[:, : inputs.q.shape[1]]
-        lse = jnp.swapaxes(lse, 1, 2)[:, : inputs.q.shape[1]]
+        out, lse = (jnp.swapaxes(x, 1, 2)[:, :Lq] for x in (out, lse))
         if inputs.mask is None:
             return Result(out, lse)
         sees = jnp.any(inputs.mask, axis=1)[:, None, None]
@@ -115,7 +118,7 @@ class SplashKernel:
         fit = _fit(blocks, Lq, Lk)
         q, k, v = _arrays(inputs, fit)
         out, d_out = (_heads_first(x.astype(q.dtype), fit.num_queries) for x in (result.out, d_out))
-        lse = jnp.swapaxes(_padded(result.lse, fit.num_queries), 1, 2)
+        lse = jnp.swapaxes(padded(result.lse, fit.num_queries), 1, 2)
         gradients = partial(_gradients, fit.blocks, self.interpret)
         with _precision(precision, q.dtype):
             dq, dk, dv = jax.vmap(gradients)((q, k, v), _segments(inputs, fit), out, lse, d_out)
@@ -126,6 +129,14 @@ class SplashKernel:
         """Tiles that pad nothing where they can and little elsewhere; heads beyond 128 get half as many keys."""
         largest = TILE_K if head_dim <= LANES else TILE_K // 2
         return BlockSizes(block_q=_tile(num_queries, TILE_Q), block_k=_tile(num_keys, largest))
+
+    def runs(
+        self, blocks: BlockSizes, num_queries: int, num_keys: int, head_dim: int, dtype: DTypeLike
+    ) -> tuple[int, int]:
+        """Whole lanes, as the module's table says."""
+        del head_dim, dtype
+        legal = _fit(blocks, num_queries, num_keys).blocks
+        return legal.block_q, legal.block_kv
 
 
 FLASH_TPU: LocalKernel = SplashKernel()
@@ -162,24 +173,15 @@ def _arrays(inputs: Inputs, fit: _Fit) -> tuple[Array, Array, Array]:
 
 
 def _heads_first(x: Array, length: int) -> Array:
-    return jnp.swapaxes(_padded(x, length), 1, 2)
-
-
-def _padded(x: Array, length: int) -> Array:
-    if x.shape[1] == length:
-        return x
-    return jnp.pad(x, [(0, length - x.shape[1]) if dim == 1 else (0, 0) for dim in range(x.ndim)])
+    return jnp.swapaxes(padded(x, length), 1, 2)
 
 
 def _segments(inputs: Inputs, fit: _Fit) -> splash.SegmentIds | None:
     """Queries and keys that may be seen are in segment 1, others in 0; None where every key may be seen."""
-    B, Lk = inputs.k.shape[:2]
-    if inputs.mask is None and fit.num_keys == Lk:
+    seen = seen_keys(inputs, fit.num_keys)
+    if seen is None:
         return None
-    seen = jnp.ones((B, Lk), bool) if inputs.mask is None else inputs.mask
-    return splash.SegmentIds(
-        q=jnp.ones((B, fit.num_queries), jnp.int32), kv=_padded(seen, fit.num_keys).astype(jnp.int32)
-    )
+    return splash.SegmentIds(q=jnp.ones((seen.shape[0], fit.num_queries), jnp.int32), kv=seen.astype(jnp.int32))
 
 
 def _precision(precision: jax.lax.PrecisionLike, dtype: jnp.dtype) -> contextlib.AbstractContextManager[None]:
@@ -211,23 +213,18 @@ def _fit(blocks: BlockSizes, num_queries: int, num_keys: int) -> _Fit:
         block_q_dq=q_dq,
         block_kv_dq=k_dq,
     )
-    _say_changed(blocks, legal, num_q, num_k)
     return _Fit(legal, num_q, num_k)
 
 
 def _forward_tile(size: int, length: int) -> tuple[int, int]:
     """A legal tile for a length, and the length padded to it."""
-    tile = min(_up(size, LANES), _up(length, LANES))
-    return tile, _up(length, tile)
+    tile = min(up(size, LANES), up(length, LANES))
+    return tile, up(length, tile)
 
 
 def _dividing(size: int, length: int) -> int:
     """The largest multiple of 128 that divides `length` and is at most `size`, at least 128."""
-    return next(tile for tile in range(min(_up(size, LANES), length), 0, -LANES) if length % tile == 0)
-
-
-def _up(size: int, multiple: int) -> int:
-    return math.ceil(size / multiple) * multiple
+    return next(tile for tile in range(min(up(size, LANES), length), 0, -LANES) if length % tile == 0)
 
 
 def _tile(length: int, largest: int) -> int:
@@ -235,11 +232,12 @@ def _tile(length: int, largest: int) -> int:
     for tile in range(largest, largest // 4 - 1, -LANES):
         if length % tile == 0:
             return tile
-    return _up(math.ceil(length / math.ceil(length / largest)), LANES)
+    return up(math.ceil(length / math.ceil(length / largest)), LANES)
 
 
-def _say_changed(blocks: BlockSizes, legal: splash.BlockSizes, num_queries: int, num_keys: int) -> None:
+def _say_changed(blocks: BlockSizes, fit: _Fit) -> None:
     """Says once which of the user's block sizes run otherwise than written; shorter for a short length is no news."""
+    legal, num_queries, num_keys = fit
     wished = {
         "block_q": (blocks.block_q, legal.block_q, num_queries),
         "block_k": (blocks.block_k, legal.block_kv, num_keys),

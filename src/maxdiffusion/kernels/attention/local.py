@@ -6,8 +6,10 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Shaped
 
 from maxdiffusion.common_types import BlockSizes
 
@@ -63,6 +65,32 @@ class LocalKernel(Protocol):
     def tiles(self, num_queries: int, num_keys: int, head_dim: int) -> BlockSizes:
         """Tiles for one device's lengths, where the user gave none."""
         ...
+
+    def runs(
+        self, blocks: BlockSizes, num_queries: int, num_keys: int, head_dim: int, dtype: DTypeLike
+    ) -> tuple[int, int]:
+        """Queries and keys of a forward tile as it runs for one device's lengths, whatever was written."""
+        ...
+
+
+def padded(x: Shaped[Array, "B L *rest"], length: int) -> Shaped[Array, "B {length} *rest"]:
+    """`x` with as many tokens as `length`, those that are added being 0 or False."""
+    if x.shape[1] == length:
+        return x
+    return jnp.pad(x, [(0, length - x.shape[1]) if dim == 1 else (0, 0) for dim in range(x.ndim)])
+
+
+def seen_keys(inputs: Inputs, length: int) -> Bool[Array, "B {length}"] | None:
+    """Which keys may be seen once they are padded to `length`; None where all may, and none is padding."""
+    B, Lk = inputs.k.shape[:2]
+    if inputs.mask is None and length == Lk:
+        return None
+    return padded(jnp.ones((B, Lk), bool) if inputs.mask is None else inputs.mask, length)
+
+
+def up(size: int, multiple: int) -> int:
+    """The least multiple that is not below `size`."""
+    return -(-size // multiple) * multiple
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from maxdiffusion.common_types import BlockSizes
@@ -90,6 +91,13 @@ class _DotProduct:
         """One tile of all scores."""
         del head_dim
         return BlockSizes(block_q=num_queries, block_k=num_keys)
+
+    def runs(
+        self, blocks: BlockSizes, num_queries: int, num_keys: int, head_dim: int, dtype: DTypeLike
+    ) -> tuple[int, int]:
+        """One tile of all scores."""
+        del blocks, head_dim, dtype
+        return num_queries, num_keys
 
 
 DOT_PRODUCT: LocalKernel = _DotProduct()
