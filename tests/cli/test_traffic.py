@@ -26,10 +26,14 @@ from maxdiffusion.tools.measure import Measured, Row
         (["--model", "flux-dev", "--json", "--markdown"], "error: --json and --markdown are two forms of one result"),
         (
             ["--model", "flux-dev", "--rules", "fsdp"],
-            "error: --mesh-axes, --rules and --context-attention are for one mesh",
+            "error: --mesh-axes, --rules, --context-attention and --pipeline-schedule are for one mesh",
         ),
-        (["--model", "sd15", "--mesh-axes", "data,model"], "error: --mesh-axes, --rules and --context-attention are"),
-        (["--model", "sd15"], "error: FlaxUNet2DConditionModel has formulas for axes that share"),
+        (["--model", "sd15", "--mesh-axes", "data,model"], "error: --mesh-axes, --rules, --context-attention and"),
+        (["--model", "sd15", "--pipeline-schedule", "circular"], "error: --mesh-axes, --rules, --context-attention"),
+        (
+            ["--model", "sd15", "--mesh", "stage=2", "--pipeline-schedule", "circle"],
+            "error: --pipeline-schedule circle is unknown: did you mean 'circular'?",
+        ),
     ],
 )
 def test_a_wrong_option_is_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,12 +39,15 @@ ENTRY %main (x: f32[4,8]) -> f32[4,8] {
   %h = f32[4,8]{1,0} all-reduce(%x), replica_groups=mesh['a'=8] {'a':(4)2}, to_apply=%add
   %o = f32[4,8]{1,0} all-reduce(%x), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add
   %v = f32[4,8]{1,0} all-to-all(%x), replica_groups={{0,3},{1,2},{4,7},{5,6}}
+  %e = f32[4,8]{1,0} all-reduce(%x), replica_groups={{0,3},{1,2},{4,7},{5,6}}, to_apply=%add
   ROOT %z = f32[4,8]{1,0} get-tuple-element(%w), index=1
 }
 """  # noqa: E501  (the text is what a compiler prints)
 
 
 def test_text_is_read(data_model: Mesh) -> None:
+    """Groups of a swap may be a part of those of an axis (half of a ring); a sum of such a part is along no axes."""
+
     def one(kind: str, axes: tuple[str, ...], *sizes: int, count: int = 1) -> Collective:
         return Collective(kind=kind, axes=axes, tensors=sizes, count=count)
 
@@ -56,7 +59,8 @@ def test_text_is_read(data_model: Mesh) -> None:
         one("reduce-scatter", ("data",), 4 * 8 * 4),
         one("all-reduce", ("model",), 4 * 8 * 4),
         one("all-reduce", ("model",), 4 * 8 * 4),
-        one("all-to-all", (), 4 * 8 * 4),
+        one("all-to-all", ("data", "model"), 4 * 8 * 4),
+        one("all-reduce", (), 4 * 8 * 4),
     )
     assert found.bytes("collective-permute") == 3 * 128 and found.count("all-reduce", ["model"]) == 2
     assert found.table()[0] == ("collective-permute", "data", 3, 384)

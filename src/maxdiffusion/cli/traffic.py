@@ -12,13 +12,16 @@ if TYPE_CHECKING:
     from maxdiffusion.tools.measure import Measured
 
 
-def traffic(
+def traffic(  # noqa: PLR0913  (an argument is an option of the command line)
     model: Annotated[str, typer.Option("--model", metavar="NAME", help="Name of the model, such as flux-dev.")],
     mesh: Mesh = None,
     mesh_axes: MeshAxes = None,
     rules: Rules = None,
     context: Annotated[
         str | None, typer.Option("--context-attention", metavar="NAME", help="auto, ring, ulysses, hybrid or gather.")
+    ] = None,
+    schedule: Annotated[
+        str | None, typer.Option("--pipeline-schedule", metavar="NAME", help="gpipe or circular, on a mesh of stages.")
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
     virtual_devices: VirtualDevices = None,
@@ -34,22 +37,28 @@ def traffic(
     from maxdiffusion.cli import devices, output
     from maxdiffusion.config.schema import ModelName, RulePreset
     from maxdiffusion.errors import UsageError
-    from maxdiffusion.specs import ContextAttention, MeshSpec
+    from maxdiffusion.specs import ContextAttention, MeshSpec, PipelineSchedule
 
     check_name("--model", model, get_args(ModelName))
     check_name("--rules", rules, get_args(RulePreset))
     check_name("--context-attention", context, get_args(ContextAttention))
+    check_name("--pipeline-schedule", schedule, get_args(PipelineSchedule))
     if as_json and markdown:
         raise UsageError("--json and --markdown are two forms of one result: write one of them")
-    if mesh is None and (mesh_axes, rules, context) != (None, None, None):
+    if mesh is None and (mesh_axes, rules, context, schedule) != (None,) * 4:
         raise UsageError(
-            "--mesh-axes, --rules and --context-attention are for one mesh: give it, such as --mesh data=2,context=4"
+            "--mesh-axes, --rules, --context-attention and --pipeline-schedule are for one mesh: give it, such as "
+            "--mesh data=2,context=4"
         )
     spec = mesh_spec(mesh, mesh_axes) if mesh is not None else None
     devices.make_virtual_devices(virtual_devices)
     from maxdiffusion.tools.measure import COLUMNS, SMALL, as_markdown, as_rows, as_text, measure, measure_all
 
-    keywords: dict[str, Any] = {"context_attention": context or "auto", "logical_axis_rules": rules}
+    keywords: dict[str, Any] = {
+        "context_attention": context or "auto",
+        "pipeline_schedule": schedule or "gpipe",
+        "logical_axis_rules": rules,
+    }
     with output.reserved():
         if spec is None:
             with devices.mesh_cure(MeshSpec(data=8)):
@@ -71,7 +80,7 @@ def traffic(
     for result in results:
         if result.no_formula:
             typer.echo(f"no formula for {result.mesh}: {result.no_formula}", err=True)
-        if not result.rows:
+        elif not result.rows:
             typer.echo(f"nothing of more than {SMALL:,} bytes is moved on {result.mesh}", err=True)
     if not ok:
         typer.echo("check failed: these bytes are not the formula's", err=True)
@@ -80,6 +89,5 @@ def traffic(
 
 def _say(result: Measured) -> None:
     """A line while the others compile."""
-    typer.echo(
-        f"{result.strategy} ({result.mesh}): {'as the formula says' if result.ok else 'NOT the formula'}", err=True
-    )
+    verdict = "no formula" if result.no_formula else "as the formula says" if result.ok else "NOT the formula"
+    typer.echo(f"{result.strategy} ({result.mesh}): {verdict}", err=True)

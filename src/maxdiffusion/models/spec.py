@@ -50,3 +50,12 @@ class ModelSpec:
             UsageError: a keyword is unknown or its value cannot work.
         """
         return self.denoiser.from_config(self.tiny if size == "tiny" else self.config, **keywords)
+
+    def depth(self, layers: int) -> dict[str, Any]:
+        """Keywords of a tiny twin whose stacks are so many layers deep; of a UNet's, that of the middle block alone.
+
+        With 8 layers in every stack a UNet has 40 of them, which multiply rounding beyond any limit, on any mesh.
+        """
+        levels = len(self.tiny.get("block_out_channels", ()))
+        of_stack = (*(1,) * (levels - 1), layers) if levels and self.family == "unet" else layers
+        return dict.fromkeys(self.depths, of_stack)

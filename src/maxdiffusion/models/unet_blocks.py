@@ -29,6 +29,11 @@ def constrain_picture(layout: Layout, x: Float[Array, "b h w c"]) -> Float[Array
     return layout.constrain(x, *PICTURE)
 
 
+def constrain_tokens(layout: Layout, x: Float[Array, "b l c"]) -> Float[Array, "b l c"]:
+    """`x` laid out by the names of a token stream."""
+    return layout.constrain(x, "activation_batch", "activation_length", "activation_embed")
+
+
 class ResnetBlock(nn.Module, kw_only=True):
     """Two convolutions with the time embedding between, around a shortcut (He et al. 2016, Ho et al. 2020).
 
@@ -100,12 +105,17 @@ class TransformerBlock(nn.Module, kw_only=True):
         def attend(name: str) -> Attention:
             return Attention(num_heads=self.config.num_heads, runtime=runtime, name=name)
 
-        normed = LayerNorm(runtime=runtime, name="norm1")(x)
+        def normed(name: str) -> Array:
+            return LayerNorm(runtime=runtime, name=name)(x)
+
+        # The stream is whole on every device that shares its heads: cut as the feature map is, it would be gathered
+        # for each product.
+        x = constrain_tokens(runtime.layout, x)
         # The original masks only the second attention, even where the first one reads the text too.
         first = (text, None) if self.config.only_cross else (None, self._seen(x))
-        x = x + attend("attn1")(normed, *first)
-        x = x + attend("attn2")(LayerNorm(runtime=runtime, name="norm2")(x), text, mask)
-        return x + FeedForward(runtime=runtime, name="ff")(LayerNorm(runtime=runtime, name="norm3")(x))
+        x = constrain_tokens(runtime.layout, x + attend("attn1")(normed("norm1"), *first))
+        x = constrain_tokens(runtime.layout, x + attend("attn2")(normed("norm2"), text, mask))
+        return constrain_tokens(runtime.layout, x + FeedForward(runtime=runtime, name="ff")(normed("norm3")))
 
     def _seen(self, x: Float[Array, "b l c"]) -> Bool[Array, "b l"] | None:
         """True for positions that are no padding; None where all are."""
@@ -137,7 +147,7 @@ class SpatialTransformer(nn.Module, kw_only=True):
         h = norm(x)
         h = h.reshape(batch, height * width, channels)
         h = Dense(features=(channels,), names=("conv_in", "embed"), runtime=runtime, name="proj_in")(h)
-        h = runtime.layout.constrain(h, "activation_batch", "activation_length", "activation_embed")
+        h = constrain_tokens(runtime.layout, h)
         h = apply_stack(
             TransformerBlock,
             h,

@@ -59,7 +59,13 @@ class LayerNorm(_Affine, kw_only=True):
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        return self.affine(standardise(x.astype(jnp.float32), (x.ndim - 1,), self.epsilon))
+        def laid_out(x: Array) -> Array:
+            if x.ndim != 3:
+                return x
+            return self.runtime.layout.constrain(x, "activation_batch", "activation_length", "activation_embed")
+
+        # On both sides of the scale, or the partitioner cuts tokens as its gradient is stored, and sums statistics.
+        return laid_out(self.affine(laid_out(standardise(x.astype(jnp.float32), (x.ndim - 1,), self.epsilon))))
 
 
 class GroupNorm(_Affine, kw_only=True):

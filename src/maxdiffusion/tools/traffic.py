@@ -197,10 +197,10 @@ def _groups_of_axes(mesh: Mesh) -> dict[frozenset[frozenset[int]], tuple[str, ..
 def _axes_of(
     kind: str, groups: list[tuple[int, ...]], axes: dict[frozenset[frozenset[int]], tuple[str, ...]]
 ) -> tuple[str, ...]:
-    if kind != "collective-permute":
+    if kind not in ("collective-permute", "all-to-all"):
         return axes.get(frozenset(map(frozenset, groups)), ())
-    # The fewest axes whose groups hold every pair of source and target.
+    # The fewest axes whose groups hold every pair of source and target, or every group that is a part of one.
     for rows, names in axes.items():
-        if all(any(set(pair) <= row for row in rows) for pair in groups):
+        if all(any(set(group) <= row for row in rows) for group in groups):
             return names
     return ()

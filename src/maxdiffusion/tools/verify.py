@@ -22,7 +22,6 @@ from maxdiffusion.common_types import LogicalAxisRules
 from maxdiffusion.errors import UsageError
 from maxdiffusion.kernels.attention.context import plan_context
 from maxdiffusion.models.registry import lookup
-from maxdiffusion.models.spec import ModelSpec
 from maxdiffusion.nn.attention import attention_calls
 from maxdiffusion.nn.model import DiffusionModel
 from maxdiffusion.nn.stack import stack_params, unstack_params
@@ -187,7 +186,7 @@ def verify(
     stages, twin = num_stages(probe.layout), ""
     if stages > 1:
         # Two layers a stage, so that a circular schedule has two rounds.
-        build = functools.partial(build, **dict.fromkeys(spec.depths, _depth(spec, 2 * stages)))
+        build = functools.partial(build, **spec.depth(2 * stages))
         twin = _depth_said(build, 2 * stages)
     on_start(len(chosen), written(devices), twin)
     batch = max(8, 2 * probe.layout.batch_divisor)
@@ -293,15 +292,6 @@ def _covering(product: list[Setting], size: int) -> list[Setting]:
         chosen.append(max(product, key=lambda one: len(combinations(one) & missing)))
         missing -= combinations(chosen[-1])
     return chosen
-
-
-def _depth(spec: ModelSpec, layers: int) -> int | tuple[int, ...]:
-    """The depth of the twin's stacks; of a UNet's, that of the middle block alone.
-
-    With 8 layers in every stack a UNet has 40 of them, which multiply rounding beyond the limits on any mesh.
-    """
-    levels = len(spec.tiny.get("block_out_channels", ()))
-    return (*(1,) * (levels - 1), layers) if levels and spec.family == "unet" else layers
 
 
 def _depth_said(build: Callable[..., DiffusionModel], layers: int) -> str:
