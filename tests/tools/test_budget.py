@@ -106,9 +106,9 @@ def test_hybrid_and_gathered_keys_of_one_attention() -> None:
         ("collective-permute", "context"): (2 + 2 + 4, 80),
     }
     grid = MeshSpec(axes=("data", "rings", "swaps"), data=2, rings=2, swaps=2)
-    layout = Layout.of(build_mesh(grid), [("activation_length", ("rings", "swaps"))])
+    of_two = Layout.of(build_mesh(grid), [("activation_length", ("rings", "swaps"))])
     two_axes = replace(one_axis, axes=("rings", "swaps"))
-    assert set(totals(exchanged(two_axes, layout, 10, 10))) == {
+    assert set(totals(exchanged(two_axes, of_two, 10, 10))) == {
         ("all-to-all", "swaps"),
         ("collective-permute", "rings"),
     }
