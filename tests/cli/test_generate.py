@@ -44,6 +44,23 @@ def test_a_wrong_option_is_one_line(
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["a", "fox,", "noto"], 'the prompt came as 3 words: put it in quotes: maxdiffusion generate "a fox, noto"'),
+        (["  "], 'the prompt is empty: say what to see, such as maxdiffusion generate "a fox, noto style"'),
+        (["x", "--from", "no-such-run"], "there is no run 'no-such-run': "),
+        (["x", "--from", "pictures-64@4700"], "the packaged model 'pictures-64' has one set of weights and no steps"),
+    ],
+)
+def test_what_newcomers_write_is_one_line(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *words, "--steps", "1"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert err.startswith(f"error: {told}")
+    assert "--from" not in words or "pictures-64" in err
+
+
 def test_a_missing_run_gets_the_nearest_name(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "x", "--from", str(run.parent / "pictures-dem")]) == 2
     assert "did you mean 'pictures-demo'?" in capsys.readouterr().err

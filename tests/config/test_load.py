@@ -9,7 +9,7 @@ import pytest
 
 from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.config.load import RUN_RECIPE, format_value, load_recipe, load_run, recipe_names
-from maxdiffusion.errors import UsageError
+from maxdiffusion.errors import MaxDiffusionWarning, UsageError
 from maxdiffusion.specs import MeshSpec
 
 
@@ -248,3 +248,24 @@ def test_a_run_is_read_back_and_a_missing_one_gets_the_nearest_name(tmp_path: Pa
 )
 def test_values_are_shown_as_they_are_written(value: object, text: str) -> None:
     assert format_value(value) == text
+
+
+def test_values_of_an_older_run_that_do_nothing_are_left_out(tmp_path: Path) -> None:
+    """They were written before they were refused; what the command line says is refused as ever."""
+    text = "data: {source: folder, path: here, styles: [noto], bucket_step: 32}\ntrain: {decay_steps: 5, steps: 9}\n"
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.warns(MaxDiffusionWarning) as warned:
+        recipe = load_run(tmp_path, ["train.steps=8"]).recipe
+    assert (recipe.data.styles, recipe.data.bucket_step, recipe.train.decay_steps) == (None, 16, None)
+    assert (recipe.data.path, recipe.train.steps) == ("here", 8)
+    said = [str(warning.message) for warning in warned]
+    file = tmp_path / "recipe.yaml"
+    assert f"data.styles=[noto] ({file}:1) does nothing there and is left out" in said and len(said) == 3
+    with (
+        pytest.warns(MaxDiffusionWarning),
+        pytest.raises(UsageError, match=r"data.concepts \(command line\): source=folder has no use for it: write"),
+    ):
+        load_run(tmp_path, ["data.concepts=[fox]"])
+    (tmp_path / "recipe.yaml").write_text("train: {decay_steps: 5, stops: 9}\n")
+    with pytest.raises(UsageError, match=r"train\.stops .* is unknown: did you mean 'train\.steps'"):
+        load_run(tmp_path)

@@ -27,3 +27,9 @@ def test_a_prompt_without_a_word_is_warned_of() -> None:
     tokenizer = WordTokenizer.train(["a red apple, flat style"])
     with pytest.warns(MaxDiffusionWarning, match="has no word that the model could read"):
         assert unknown_words(tokenizer, ["\U0001f600"]) == []
+
+
+def test_the_styles_that_a_model_knows_are_named_beside_an_unknown_word() -> None:
+    tokenizer = WordTokenizer.train(["a red apple, flat style"])
+    with pytest.warns(MaxDiffusionWarning, match="'cubist' .*; its styles are flat, noto, as in 'a fox, flat style'"):
+        unknown_words(tokenizer, ["a red apple, cubist style"], ("flat", "noto"))

@@ -73,7 +73,10 @@ def test_an_older_checkpoint_makes_its_own_pictures(trained: TrainResult, tmp_pa
 
 
 def test_unknown_words_are_named(trained: TrainResult, tmp_path: Path) -> None:
-    with pytest.warns(MaxDiffusionWarning, match=r"'aple' was in no caption .* did you mean 'apple'"):
+    with pytest.warns(
+        MaxDiffusionWarning,
+        match=r"'aple' was .* did you mean 'apple'\? its styles are fluent, flat, noto, twemoji, as in",
+    ):
         result = generate("a red aple, flat style", trained.run, out=tmp_path)
     assert result.unknown_words == ("aple",)
     assert result.files[0].is_file()
@@ -86,6 +89,26 @@ def test_what_cannot_be_made_is_refused(trained: TrainResult, tmp_path: Path) ->
         generate([], trained.run)
     with pytest.raises(UsageError, match="has 40 words and 15 fit"):
         generate("fox " * 40, trained.run)
+
+
+@pytest.mark.parametrize(
+    ("out", "told"),
+    [
+        ("fox.png", "'.*fox.png' is the name of a picture, .*: give a folder, such as .*fox$"),
+        ("file", "'.*file' is a file: give a folder"),
+        ("file/below", "the folder '.*file/below' cannot be made: Not a directory; give another one"),
+    ],
+)
+def test_a_place_where_no_pictures_can_go_is_refused_before_weights_are_read(
+    out: str, told: str, trained: TrainResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("read")
+
+    monkeypatch.setattr("maxdiffusion.pipelines.generate.open_trained", fail)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=told):
+        generate(PROMPT, trained.run, out=tmp_path / out)
 
 
 def _pixels(path: Path) -> np.ndarray:

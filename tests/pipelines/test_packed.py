@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 
 from maxdiffusion.config.load import load_run
 from maxdiffusion.errors import UsageError
+from maxdiffusion.models.text.transformer import TEXT_BLOCKS
+from maxdiffusion.nn.stack import stack_params
 from maxdiffusion.pipelines import packed, shipped
 from maxdiffusion.pipelines.checkpoint_folder import split_place
 from maxdiffusion.pipelines.generate import generate
@@ -47,6 +49,23 @@ def test_its_weights_are_the_runs_in_half_precision(model: Path, trained: TrainR
     rounded = jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float16).astype(np.float32), wanted)
     jax.tree.map(np.testing.assert_array_equal, got, rounded)
     assert all(a.sharding == b.sharding for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(shapes), strict=True))
+
+
+def test_layers_are_stacked_where_the_model_scans_them(fsdp_tensor: Mesh) -> None:
+    folder = shipped.FOLDER / shipped.DEFAULT_MODEL
+    recipe, words = load_run(folder).recipe, read_tokenizer(folder)
+    trees = []
+    for scan in (False, True):
+        own = dataclasses.replace(recipe, scan_layers=scan)
+        subject = text_to_image_of(own, mesh=fsdp_tensor, vocab_size=words.vocab_size, max_length=words.max_length)
+        shapes = weight_shapes(subject.model)
+        trees.append(read_packed(folder, shapes)[0])
+        assert jax.tree.map(lambda leaf: leaf.sharding, trees[-1]) == jax.tree.map(lambda leaf: leaf.sharding, shapes)
+    plain, stacked = trees
+    assert len(jax.tree.leaves(stacked)) < len(jax.tree.leaves(plain))
+    jax.tree.map(
+        np.testing.assert_array_equal, stack_params(stack_params(plain, TEXT_BLOCKS), "transformer_blocks"), stacked
+    )
 
 
 def test_pictures_come_from_it_as_from_a_run(model: Path, tmp_path: Path) -> None:

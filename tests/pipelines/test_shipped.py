@@ -41,7 +41,7 @@ def test_its_recipe_is_the_one_of_its_name() -> None:
     ("place", "message"),
     [
         ("pictures-46", "no run 'pictures-46', nor a packaged model of that name: did you mean 'pictures-64'"),
-        ("pictures-64@3", "'pictures-64' has one set of weights: leave '@3' out"),
+        ("pictures-64@3", "'pictures-64' has one set of weights and no steps: leave '@3' out"),
     ],
 )
 def test_a_wrong_name_is_told_the_right_one(place: str, message: str) -> None:

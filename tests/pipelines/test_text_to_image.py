@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from maxdiffusion.config.schema import DiffusionSection, SampleSection
+from maxdiffusion.config.schema import DataSection, DiffusionSection, SampleSection
+from maxdiffusion.data.pictures import STYLES
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.diffusion.process import FlowMatching, VariancePreserving
 from maxdiffusion.errors import UsageError
-from maxdiffusion.pipelines.text_to_image import process_of, sampler, text_to_image_of
+from maxdiffusion.pipelines.text_to_image import process_of, sampler, styles_in, text_to_image_of
 from tests.train.conftest import tiny_recipe
 
 TOKENIZER = WordTokenizer.train(["a red apple, flat style", "a fox"], max_length=8)
@@ -21,6 +22,12 @@ def test_the_process_of_a_recipe() -> None:
     assert process_of(DiffusionSection(shift=3.0)) == FlowMatching(shift=3.0)
     section = DiffusionSection(process="vp", prediction="v_prediction", zero_terminal_snr=True)
     assert process_of(section) == VariancePreserving(zero_terminal_snr=True)
+
+
+def test_the_styles_of_the_data() -> None:
+    assert styles_in(DataSection()) == STYLES
+    assert styles_in(DataSection(styles=("noto",))) == ("noto",)
+    assert styles_in(DataSection(source="folder", path="here")) == ()
 
 
 def test_what_follows_from_the_data_cannot_be_set() -> None:

@@ -332,15 +332,15 @@ def test_a_run_is_not_overwritten(run: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda recipe: dataclasses.replace(recipe, seed=5), "seed=0, and this recipe says 5"),
+        (lambda recipe: dataclasses.replace(recipe, seed=5), "seed=0, and this recipe says 5: write seed=0, or start"),
         (
             lambda recipe: dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, batch_size=64)),
-            "train.batch_size=32, and this recipe says 64",
+            "train.batch_size=32, and this recipe says 64: write train.batch_size=32, or start",
         ),
     ],
 )
 def test_what_would_make_another_run_is_refused_at_resume(change: Callable, told: str, run: Path) -> None:
-    with pytest.raises(UsageError, match=f"{told}: resume it with the old value"):
+    with pytest.raises(UsageError, match=told):
         open_run(change(tiny_recipe(run=str(run))), resume=True)
 
 
@@ -352,6 +352,20 @@ def test_a_recipe_is_compared_with_that_of_the_checkpoint(run: Path) -> None:
     assert open_run(recipe, resume=True) == (run, 3)
     with pytest.raises(UsageError, match="seed=0, and this recipe says 5"):
         open_run(dataclasses.replace(recipe, seed=5), resume=True)
+
+
+def test_an_older_state_without_a_limit_of_gradients_is_read(subject: Subject, tmp_path: Path) -> None:
+    """Nothing stood in the limit's place, so that the states had other names."""
+    checkpoints, start = Checkpoints(tmp_path), subject.start()
+    limit, rule = start.opt_state
+    checkpoints.save(dataclasses.replace(start, opt_state=(rule,)))
+    checkpoints.wait()
+    found = checkpoints.restore(0, subject.shapes)
+    assert jax.tree.structure(found.opt_state) == jax.tree.structure((limit, rule))
+    jax.tree.map(np.testing.assert_array_equal, found.opt_state, start.opt_state)
+    with pytest.raises(UsageError, match="of another optimizer: "):
+        checkpoints.restore(0, dataclasses.replace(subject.shapes, opt_state=(limit, subject.shapes.params)))
+    checkpoints.close()
 
 
 def test_adafactor_keeps_its_first_moments_or_has_none(run: Path) -> None:

@@ -85,6 +85,18 @@ def test_the_odd_host_is_named_before_the_first_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_hosts_begin_with_the_weights_of_a_run_as_one_process_does(trained: TrainResult, tmp_path: Path) -> None:
+    words = (f"train.start_from={trained.run}@3", "train.steps=2", "train.sample_every=0", "train.eval_every=0")
+    with hosts(tmp_path / "logs", *_words(tmp_path / "two", *words)) as running:
+        for host in running.wait():
+            assert host.status == 0, host.said
+    train(run_recipe(tmp_path / "one", *words))
+    np.testing.assert_allclose(
+        list(_losses(tmp_path / "two").values()), list(_losses(tmp_path / "one").values()), rtol=1e-5
+    )
+
+
+@pytest.mark.slow
 def test_hosts_stop_alike_where_a_step_is_not_finite(tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = _words(run, "train.learning_rate=1.0e+30", "train.grad_clip=null", "train.log_every=4", "train.steps=40")

@@ -17,6 +17,7 @@ from maxdiffusion.pipelines.checkpoint_folder import checkpoint_steps
 from maxdiffusion.train.checkpoint import Checkpoints
 from maxdiffusion.train.loop import Loop
 from maxdiffusion.train.metrics import MetricsFile
+from maxdiffusion.train.owed import Owed
 from maxdiffusion.train.profile import Profiler
 from maxdiffusion.train.progress import Reporter
 from maxdiffusion.train.state import TrainState
@@ -74,6 +75,26 @@ def test_what_is_due_happens_at_its_step_and_at_the_last(subject: Subject, tmp_p
     assert list(losses) == [1, 2, 3, 4, 5]
     assert {line["step"] for line in lines if "held_out_loss" in line} == {3, 5}
     np.testing.assert_allclose(outcome.loss, np.mean(list(losses.values())), rtol=1e-6)
+
+
+def test_what_is_owed_comes_before_the_first_step(subject: Subject, tmp_path: Path) -> None:
+    section = TrainSection(steps=1, batch_size=BATCH, log_every=1, sample_every=0, eval_every=0, checkpoint_every=0)
+    made: list[tuple[str, int]] = []
+
+    def measure(state: TrainState) -> dict[str, float]:
+        made.append(("evaluation", int(state.step)))
+        return {"held_out_loss": 1.0}
+
+    loop = _loop(
+        subject,
+        tmp_path,
+        section,
+        owed=Owed(evaluation=True, samples=True),
+        on_evaluate=measure,
+        on_sample=lambda state: made.append(("samples", int(state.step))),
+    )
+    loop.run(subject.start())
+    assert made == [("evaluation", 0), ("samples", 0)]
 
 
 @pytest.mark.parametrize("what", ["on_sample", "on_evaluate"])

@@ -155,7 +155,7 @@ def test_checkpoints_are_closed_where_metrics_cannot_be(
 
     folder = tmp_path / "run"
     shutil.copytree(trained.run, folder)
-    monkeypatch.setattr(MetricsFile, "close", fail)
+    monkeypatch.setattr(MetricsFile, "flush", fail)
     monkeypatch.setattr(Checkpoints, "close", lambda self: closed.append(self))
     with pytest.raises(OSError, match="the tracker does not answer"):
         train(run_recipe(folder, "resume=true"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import struct
 import sys
 from pathlib import Path
@@ -18,8 +19,11 @@ from maxdiffusion.config.load import load_recipe
 from maxdiffusion.config.schema import flatten
 from maxdiffusion.errors import UsageError
 from maxdiffusion.paths import as_path
+from maxdiffusion.train.diverged import DivergedError
 from maxdiffusion.train.metrics import MetricsFile
-from maxdiffusion.train.trackers import check_trackers, open_trackers, scalars
+from maxdiffusion.train.run import TrainResult, train
+from maxdiffusion.train.trackers import Audience, WeightsAndBiases, check_trackers, open_trackers, scalars
+from tests.train.runs import run_recipe
 
 LINE = {"loss": 0.5, "grad_norm": float("nan"), "loss_by_time": [1.0, float("nan")], "count_by_time": [3.0, 0.0]}
 
@@ -43,7 +47,7 @@ class _Wandb(ModuleType):
         return SimpleNamespace(
             define_metric=lambda *names, **how: self.calls.append(("define", (names, how))),
             log=lambda values: self.calls.append(("log", values)),
-            finish=lambda: self.calls.append(("finish", None)),
+            finish=lambda exit_code: self.calls.append(("finish", exit_code)),
         )
 
     def Image(self, pixels: np.ndarray, *, caption: str) -> Any:  # noqa: N802  as the package calls it
@@ -88,7 +92,8 @@ def test_tensorboard_has_the_numbers_and_pictures_of_every_step(tmp_path: Path) 
         metrics.write(resume_step + 1, LINE)
         for name in ("samples/00-fox", "samples/01-key"):
             trackers[0].picture(name, resume_step + 1, np.zeros((4, 6, 3), np.uint8), "fox")
-        metrics.close()
+        for tracker in trackers:
+            tracker.close(0)
     told = {
         (value.tag, event.step): value for event in _events(tmp_path / "tensorboard") for value in event.summary.value
     }
@@ -106,7 +111,7 @@ def test_wandb_goes_on_with_its_run(tmp_path: Path, wandb: _Wandb) -> None:
         (tracker,) = open_trackers(recipe, tmp_path, resume_step=resume_step)
         tracker.write(resume_step + 1, LINE)
         tracker.picture("samples/00-fox", resume_step + 1, np.zeros((4, 6, 3), np.uint8), "a fox")
-        tracker.close()
+        tracker.close(0)
     (first, second) = (settings for name, settings in wandb.calls if name == "init")
     assert first == second and first["resume"] == "allow"
     assert (first["project"], first["mode"], first["dir"]) == ("pictures", "offline", str(tmp_path))
@@ -117,6 +122,27 @@ def test_wandb_goes_on_with_its_run(tmp_path: Path, wandb: _Wandb) -> None:
     assert ("define", (("*",), {"step_metric": "step"})) in wandb.calls and wandb.calls[-1][0] == "finish"
     open_trackers(recipe, tmp_path, resume_step=0)  # a new run in the same folder
     assert wandb.calls[-2][1]["id"] != first["id"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"), [(None, 0, 0), (None, 130, 130), (DivergedError("a loss"), 0, 1), (OSError(), 0, 1)]
+)
+def test_trackers_are_told_how_the_run_ended(
+    error: Exception | None, status: int, told: int, tmp_path: Path, wandb: _Wandb
+) -> None:
+    class Broken(WeightsAndBiases):
+        def __init__(self) -> None:
+            pass
+
+        def close(self, status: int) -> None:
+            raise RuntimeError(f"no answer to {status}")
+
+    (tracker,) = open_trackers(_recipe("track.wandb=p"), tmp_path, resume_step=0)
+    with pytest.raises(RuntimeError, match=f"no answer to {told}"), Audience([tracker, Broken()]) as audience:
+        audience.status = status
+        if error is not None:
+            raise error
+    assert wandb.calls[-1] == ("finish", told)
 
 
 def _records(path: Path) -> list[Any]:
@@ -149,13 +175,15 @@ def test_the_wandb_package_keeps_config_numbers_and_pictures(
         (tracker,) = open_trackers(recipe, tmp_path, resume_step=resume_step)
         tracker.write(resume_step + 1, LINE)
         tracker.picture("samples/00-fox", resume_step + 1, pixels, "a fox")
-        tracker.close()
+        tracker.close(3 if resume_step else 0)
     package.teardown()  # ends its process
     assert capfd.readouterr().out == "", "standard output is for results"
     parts = sorted((tmp_path / "wandb").glob("offline-run-*"), key=lambda part: part.stat().st_ctime_ns)
     known = (tmp_path / "wandb-run.txt").read_text().strip()
     for part, step in zip(parts, (1, 3), strict=True):
         records = _records(part / f"run-{known}.wandb")
+        (ended,) = [record.exit for record in records if record.WhichOneof("record_type") == "exit"]
+        assert ended.exit_code == (0 if step == 1 else 3)
         (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
         assert (run.run_id, run.project, run.display_name) == (known, "pictures", tmp_path.name)
         config = {one.key: json.loads(one.value_json) for one in run.config.update}
@@ -223,3 +251,17 @@ def test_files_that_grow_are_refused_in_an_object_store(monkeypatch: pytest.Monk
 def test_a_mode_without_a_project_is_refused() -> None:
     with pytest.raises(UsageError, match=r"track.wandb_mode .*there is no project: write track.wandb=PROJECT"):
         _recipe("track.wandb_mode=offline")
+
+
+def test_a_training_that_fails_is_closed_as_failed(
+    trained: TrainResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb: _Wandb
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    folder = tmp_path / "run"
+    shutil.copytree(trained.run, folder)
+    monkeypatch.setattr("maxdiffusion.train.run.compile_sizes", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(run_recipe(folder, "resume=true", "track.wandb=p"))
+    assert [call for call in wandb.calls if call[0] == "finish"] == [("finish", 1)]

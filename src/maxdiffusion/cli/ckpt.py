@@ -126,9 +126,10 @@ def _facts(found: Described) -> list[tuple[str, Any]]:
     ]
     manifest = found.manifest or {}
     if "model" in manifest:
-        data = manifest["data"]
+        data, start = manifest["data"], manifest.get("started_from")
         rows += [
             ("model", manifest["model"]),
+            *([("started from", f"{start['place']}, step {start['step']}")] if start else []),
             (
                 "data",
                 f"sample {data['next_sample']} is next, in epoch {data['epoch']} of {data['num_samples']} samples",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from maxdiffusion.cli.options import Json, Mesh, VirtualDevices
+from maxdiffusion.errors import UsageError
 from maxdiffusion.pipelines.shipped import DEFAULT_MODEL
 
 
@@ -44,9 +46,10 @@ def generate(  # noqa: PLR0913  (an argument is an option of the command line)
     The mesh is not that of the training: without --mesh every device there is takes its share of the pictures.
     """
     from maxdiffusion.cli import devices, output
-    from maxdiffusion.config.load import load_run
-    from maxdiffusion.pipelines.checkpoint_folder import recipe_folder, split_place
+    from maxdiffusion.pipelines.checkpoint_folder import recipe_at, split_place
 
+    changes = list(changes or ())
+    text = _one_prompt([prompt, *(word for word in changes if "=" not in word)])
     words = [f"mesh={mesh or 'null'}", f"virtual_devices={virtual_devices or 'null'}"]
     options = {
         "sample.steps": steps,
@@ -55,11 +58,24 @@ def generate(  # noqa: PLR0913  (an argument is an option of the command line)
         "quantization": quantization,
     }
     words += [f"{name}={value}" for name, value in options.items() if value is not None]
-    words += changes or ()
-    recipe = load_run(recipe_folder(*split_place(place)), words).recipe
+    recipe = recipe_at(*split_place(place), [*words, *changes])
     devices.make_virtual_devices(recipe.virtual_devices)
     from maxdiffusion.pipelines.generate import generate_from_run
 
     with output.reserved(), devices.mesh_cure(recipe.mesh_spec):
-        result = generate_from_run(place, prompt, recipe=recipe, seed=seed, num_images=num, out=out)
+        result = generate_from_run(place, text, recipe=recipe, seed=seed, num_images=num, out=out)
     output.show_result(result, as_json=as_json)
+
+
+def _one_prompt(words: Sequence[str]) -> str:
+    """The prompt, which the shell hands over as one word where it is quoted.
+
+    Raises:
+        UsageError: it is not, or it is empty.
+    """
+    if len(words) > 1:
+        quoted = '"' + " ".join(words).replace('"', '\\"') + '"'
+        raise UsageError(f"the prompt came as {len(words)} words: put it in quotes: maxdiffusion generate {quoted}")
+    if not words[0].strip():
+        raise UsageError('the prompt is empty: say what to see, such as maxdiffusion generate "a fox, noto style"')
+    return words[0]

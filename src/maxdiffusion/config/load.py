@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.resources
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
@@ -14,8 +15,17 @@ from pydantic.fields import FieldInfo
 
 from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.config import dialect, old_keys
-from maxdiffusion.config.schema import LIST, MAPPINGS, SECTIONS, FieldError, Recipe, key_annotations, mesh_sizes
-from maxdiffusion.errors import UsageError, nearest
+from maxdiffusion.config.schema import (
+    LIST,
+    MAPPINGS,
+    SECTIONS,
+    FieldError,
+    IdleError,
+    Recipe,
+    key_annotations,
+    mesh_sizes,
+)
+from maxdiffusion.errors import MaxDiffusionWarning, UsageError, nearest
 from maxdiffusion.paths import as_path
 
 RUN_RECIPE = "recipe.yaml"
@@ -69,25 +79,32 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> LoadedReci
     return _load(path, label, path.stem, overrides)
 
 
-def load_run(run: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+def load_run(run: str | Path, overrides: Sequence[str] = (), *, otherwise: str = "") -> LoadedRecipe:
     """The recipe that a run was trained with, from its folder.
+
+    An older version may have written values that do nothing and are refused now: they are left out.
 
     Args:
         run: the run's folder.
         overrides: `key=value` words that change it.
+        otherwise: what can be done without a run, for the message where there is none.
 
     Raises:
         UsageError: no such folder, or it holds no recipe.
+
+    Warns:
+        MaxDiffusionWarning: a value is left out.
     """
     folder = as_path(run)
     if not folder.is_dir():
         siblings = [entry.name for entry in folder.parent.glob("*") if (entry / RUN_RECIPE).is_file()]
         hint = nearest(folder.name, siblings) if siblings else "train one first: maxdiffusion train RECIPE"
-        raise UsageError(f"there is no run '{run}': {hint}")
+        more = f" ({otherwise})" if otherwise else ""
+        raise UsageError(f"there is no run '{run}': {hint}{more}")
     if not (folder / RUN_RECIPE).is_file():
         raise UsageError(f"'{run}' is no run: it has no {RUN_RECIPE}; give the folder that `maxdiffusion train` wrote")
     path = folder / RUN_RECIPE
-    return _load(path, str(path), folder.resolve().name, overrides)
+    return _load(path, str(path), folder.resolve().name, overrides, drops_idle=True)
 
 
 def format_value(value: Any) -> str:
@@ -106,8 +123,10 @@ def _quoted(item: Any) -> str:
     return f'"{text}"' if isinstance(item, str) and any(mark in text for mark in ",:[]{}#") else text
 
 
-def _load(path: Path, label: str, name: str, overrides: Sequence[str]) -> LoadedRecipe:
+def _load(path: Path, label: str, name: str, overrides: Sequence[str], *, drops_idle: bool = False) -> LoadedRecipe:
     entries = _read(path, label, chain=())
+    if drops_idle:
+        _drop_idle(entries)
     problems = []
     for word in overrides:
         try:
@@ -115,6 +134,28 @@ def _load(path: Path, label: str, name: str, overrides: Sequence[str]) -> Loaded
         except UsageError as error:
             problems.append(str(error))
     return _check(name, entries, problems)
+
+
+def _drop_idle(entries: dict[str, Entry]) -> None:
+    """Takes the values out that do nothing beside the others.
+
+    Warns:
+        MaxDiffusionWarning: for each of them.
+    """
+    for section, cls in SECTIONS.items():
+        while True:
+            own = {key: entry for key, entry in entries.items() if key.partition(".")[0] == section}
+            try:
+                cls(**{key.partition(".")[2]: entry.value for key, entry in own.items()})
+                break
+            except ValidationError as error:
+                causes = [item.get("ctx", {}).get("error") for item in error.errors()]
+            key = next((f"{section}.{cause.key}" for cause in causes if isinstance(cause, IdleError)), None)
+            if key not in own:
+                break  # what else is wrong is said by the check of the whole
+            entry = entries.pop(key)
+            text = f"{key}={format_value(entry.value)} ({entry.origin}) does nothing there and is left out"
+            warnings.warn(MaxDiffusionWarning(text), stacklevel=3)
 
 
 def _folder() -> Path:

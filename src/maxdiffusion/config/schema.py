@@ -86,6 +86,10 @@ class FieldError(UsageError):
         self.cause = cause
 
 
+class IdleError(FieldError):
+    """A value that would do nothing beside the others of its section; left out, everything is the same."""
+
+
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
@@ -157,13 +161,13 @@ class DataSection:
             for key, default in (("concepts", "null"), ("styles", "null"), ("split", "train")):
                 if getattr(self, key) != getattr(type(self), key):
                     cause = f"source={self.source} has no use for it: write data.{key}={default}, or leave it out"
-                    raise FieldError(key, cause)
+                    raise IdleError(key, cause)
         if self.buckets != "aspect":
             for key in ("bucket_step", "max_buckets"):
                 default = getattr(type(self), key)
                 if getattr(self, key) != default:
                     has = "a list of buckets" if self.buckets else "buckets=null"
-                    raise FieldError(key, f"{has} has no use for it: leave it out, or take data.buckets=aspect")
+                    raise IdleError(key, f"{has} has no use for it: leave it out, or take data.buckets=aspect")
 
     @property
     def bucket_sizes(self) -> tuple[tuple[int, int], ...]:
@@ -224,10 +228,10 @@ class DiffusionSection:
         for key, samplers in _TIME_SETTINGS.items():
             if getattr(self, key) is not None and self.timesteps not in samplers:
                 takes = " or ".join(f"diffusion.timesteps={name}" for name in samplers)
-                raise FieldError(key, f"timesteps={self.timesteps} has no use for it: leave it out, or take {takes}")
+                raise IdleError(key, f"timesteps={self.timesteps} has no use for it: leave it out, or take {takes}")
         if self.zero_terminal_snr and self.process == "flow":
             cause = "process=flow ends without signal already: leave it out, or take diffusion.process=vp"
-            raise FieldError("zero_terminal_snr", cause)
+            raise IdleError("zero_terminal_snr", cause)
         if self.zero_terminal_snr and self.prediction == "epsilon":
             cause = "epsilon says nothing where there is no signal: take diffusion.prediction=v_prediction"
             raise FieldError("zero_terminal_snr", cause)
@@ -239,6 +243,8 @@ class TrainSection:
 
     Attributes:
         steps: optimizer steps.
+        start_from: trained weights and their words to begin with: `RUN`, `RUN@STEP`, a packed model's folder, or a
+            packaged model's name; null draws weights from the seed.
         batch_size: pictures a step, over all devices.
         accumulation_steps: parts that a step's pictures are worked off in, one after the other; the same numbers with
             the activations of one part in memory.
@@ -268,6 +274,7 @@ class TrainSection:
     """
 
     steps: Count = 1000
+    start_from: Text | None = None
     batch_size: Count = 32
     accumulation_steps: Count = 1
     optimizer: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
@@ -296,16 +303,16 @@ class TrainSection:
     def __post_init__(self) -> None:
         if self.optimizer == "adafactor" and self.beta2 is not None:
             cause = "adafactor averages second moments by 1 - step^-0.8: leave it out, or take train.optimizer=adamw"
-            raise FieldError("beta2", cause)
+            raise IdleError("beta2", cause)
         if self.decay_steps is not None and self.schedule != "cosine":
-            raise FieldError("decay_steps", "only train.schedule=cosine falls: write it, or leave decay_steps out")
+            raise IdleError("decay_steps", "only train.schedule=cosine falls: write it, or leave decay_steps out")
         if self.decay_steps is not None and self.decay_steps > self.steps:
             raise FieldError(
                 "decay_steps", f"a run of {self.steps} steps has no {self.decay_steps} to fall in: write less"
             )
         if self.rounding is not None and self.master_dtype == "float32":
             cause = "float32 weights are not rounded: leave it out, or take train.master_dtype=bfloat16"
-            raise FieldError("rounding", cause)
+            raise IdleError("rounding", cause)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -351,7 +358,7 @@ class TrackSection:
 
     def __post_init__(self) -> None:
         if self.wandb_mode is not None and self.wandb is None:
-            raise FieldError("wandb_mode", "there is no project: write track.wandb=PROJECT, or leave it out")
+            raise IdleError("wandb_mode", "there is no project: write track.wandb=PROJECT, or leave it out")
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxdiffusion.config.load import RUN_RECIPE
+from maxdiffusion.config.load import RUN_RECIPE, load_run
+from maxdiffusion.config.schema import Recipe
 from maxdiffusion.errors import MaxDiffusionWarning, UsageError, nearest
 from maxdiffusion.paths import as_path, is_remote
-from maxdiffusion.pipelines.shipped import shipped_model, shipped_names
+from maxdiffusion.pipelines.run_files import PACKED_WEIGHTS
+from maxdiffusion.pipelines.shipped import DEFAULT_MODEL, shipped_model, shipped_names
 
 CHECKPOINTS = "checkpoints"
 MANIFEST = "checkpoint.json"
@@ -66,7 +68,7 @@ def split_place(place: str | Path) -> tuple[Path, int | None]:
     whole = as_path(place)
     run, mark, text = str(place).rpartition("@")
     if not whole.exists() and mark and shipped_model(run):
-        raise UsageError(f"the packaged model '{run}' has one set of weights: leave '@{text}' out")
+        raise UsageError(f"the packaged model '{run}' has one set of weights and no steps: leave '@{text}' out")
     hint = "" if whole.exists() or "/" in str(place) else nearest(str(place), shipped_names())
     if hint.startswith("did you mean"):
         raise UsageError(f"there is no run '{place}', nor a packaged model of that name: {hint}")
@@ -75,6 +77,8 @@ def split_place(place: str | Path) -> tuple[Path, int | None]:
     steps = checkpoint_steps(run)
     if text.isdigit() and int(text) in steps:
         return as_path(run), int(text)
+    if (as_path(run) / PACKED_WEIGHTS).is_file():
+        raise UsageError(f"the packed model '{run}' has one set of weights and no steps: leave '@{text}' out")
     if not steps:
         raise UsageError(f"run '{run}' has no checkpoint of step {text}: it has none")
     if not text.isdigit():
@@ -94,6 +98,20 @@ def recipe_folder(run: Path, step: int | None) -> Path:
     """
     own = run if step is None else checkpoint_folder(run, step)
     return own if (own / RUN_RECIPE).is_file() else run
+
+
+def recipe_at(run: Path, step: int | None, changes: Sequence[str] = ()) -> Recipe:
+    """The recipe of a step.
+
+    Args:
+        run, step: from `split_place`.
+        changes: `key=value` words.
+
+    Raises:
+        UsageError: there is no such run (what needs none is named), or a change cannot work.
+    """
+    otherwise = f"without one there is the packaged model, '{DEFAULT_MODEL}'"
+    return load_run(recipe_folder(run, step), changes, otherwise=otherwise).recipe
 
 
 def unfinished_steps(run: str | Path) -> list[int]:

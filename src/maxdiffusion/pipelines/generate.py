@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from maxdiffusion import __version__
-from maxdiffusion.config.load import load_run
 from maxdiffusion.config.schema import LARGEST_SEED, Recipe
 from maxdiffusion.data.png import slug, write_png
 from maxdiffusion.data.prompts import unknown_words
@@ -20,12 +19,15 @@ from maxdiffusion.errors import UsageError
 from maxdiffusion.nn.quantisation import StoredBytes, stored_bytes
 from maxdiffusion.paths import as_path
 from maxdiffusion.pipelines import shipped
-from maxdiffusion.pipelines.checkpoint_folder import recipe_folder, split_place
-from maxdiffusion.pipelines.text_to_image import sampler
+from maxdiffusion.pipelines.checkpoint_folder import recipe_at, split_place
+from maxdiffusion.pipelines.text_to_image import sampler, styles_in
 from maxdiffusion.pipelines.trained import open_trained, read_tokenizer
 
 GENERATED = "generated"
 """Folder in a run's folder that pictures go to where none is named."""
+
+
+PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,17 +87,18 @@ def generate(
         raise UsageError(f"seed={seed}: write a whole number from 0 to {LARGEST_SEED}")
     run, step = split_place(run)
     if recipe is None:
-        recipe = dataclasses.replace(load_run(recipe_folder(run, step)).recipe, mesh={})
+        recipe = dataclasses.replace(recipe_at(run, step), mesh={})
     tokenizer = read_tokenizer(run, step)
-    unknown = unknown_words(tokenizer, prompts)
+    unknown = unknown_words(tokenizer, prompts, styles_in(recipe.data))
     tokenizer.encode(prompts)
+    # What comes with the package stays as it is.
+    home = Path() if run.is_relative_to(shipped.FOLDER) else run
+    folder = home / GENERATED if out is None else as_path(out)
+    _check_folder(folder)
     trained = open_trained(run, recipe, step=step)
     draw = sampler(trained.text_to_image, recipe.sample)
     pixels = draw.pictures(trained.params, tokenizer, prompts, num_images=num_images, seed=seed)
     files, weights = [], stored_bytes(trained.params)
-    # What comes with the package stays as it is.
-    home = Path() if run.is_relative_to(shipped.FOLDER) else run
-    folder = home / GENERATED if out is None else as_path(out)
     for row, index in np.ndindex(pixels.shape[:2]) if jax.process_index() == 0 else ():
         prompt, picture = prompts[row], pixels[row, index]
         text = {
@@ -123,6 +126,27 @@ def generate(
         weights=weights if weights.kernels else None,
         seconds=time.perf_counter() - began,
     )
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuses a place where no pictures can go, before anything is compiled; one that is missing is made.
+
+    Raises:
+        UsageError: it is a file, looks like the name of one, or cannot be made.
+    """
+    if folder.suffix.lower() in PICTURE_SUFFIXES and not folder.is_dir():
+        raise UsageError(
+            f"'{folder}' is the name of a picture, and pictures get theirs from the prompt: give a folder, such as "
+            f"{folder.with_suffix('')}"
+        )
+    if folder.is_file():
+        raise UsageError(f"'{folder}' is a file: give a folder for the pictures")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"the folder '{folder}' cannot be made: {error.strerror or error}; give another one"
+        ) from error
 
 
 def generate_from_run(

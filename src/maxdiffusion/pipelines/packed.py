@@ -38,6 +38,7 @@ from maxdiffusion.paths import as_path, is_remote
 from maxdiffusion.pipelines.quantised_weights import kept
 from maxdiffusion.pipelines.run_files import PACKED_WEIGHTS
 from maxdiffusion.pipelines.run_folder import TOKENIZER
+from maxdiffusion.pipelines.stored_layers import from_stored, stored_form
 
 MADE = "made.json"
 
@@ -96,6 +97,8 @@ def read_packed(
 ) -> tuple[Any, int]:
     """The weights and their step, a tensor after the other.
 
+    Stacks of layers may be stored layer by layer, and the other way round, where nothing is stored quantised.
+
     Args:
         folder: of the model.
         like: tree of float32 `jax.ShapeDtypeStruct` with the shardings to read into.
@@ -111,8 +114,12 @@ def read_packed(
     digest, found = _opened(path)
     if digest != made["sha256"]:
         raise UsageError(f"{path} is damaged: get it again")
-    wanted: dict[str, jax.ShapeDtypeStruct] = flatten_dict(like, sep="/")  # type: ignore[assignment]
     halves = {name.removesuffix("/qvalue") for name in found if name.endswith("/qvalue")}
+    form = like
+    if not halves and not kernels:
+        shapes = {name: jax.ShapeDtypeStruct(array.shape, np.float32) for name, array in found.items()}
+        form = stored_form(like, unflatten_dict(shapes, sep="/"))
+    wanted: dict[str, jax.ShapeDtypeStruct] = flatten_dict(form, sep="/")  # type: ignore[assignment]
     there = halves | {name for name in found if name.rpartition("/")[0] not in halves}
     for name in sorted(there | wanted.keys()):
         here = wanted[name].shape if name in wanted else "missing"
@@ -136,7 +143,8 @@ def read_packed(
         stored = Stored(qvalue=values, scale=scale, packed=packed[0] - values.ndim if packed else None)
         return stored.parts(lambda part: _put(part, part_sharding(part.shape, one.shape, one.sharding)))
 
-    return unflatten_dict({name: placed(name) for name in wanted}, sep="/"), int(made["step"])
+    tree = unflatten_dict({name: placed(name) for name in wanted}, sep="/")
+    return tree if form is like else from_stored(like, tree), int(made["step"])
 
 
 def stored_mode(folder: str | Path) -> str | None:

@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from maxdiffusion.config.schema import DiffusionSection, Recipe, SampleSection
+from maxdiffusion.config.schema import DataSection, DiffusionSection, Recipe, SampleSection
+from maxdiffusion.data.pictures import STYLES
 from maxdiffusion.data.source import to_pixels
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.diffusion.denoiser import CacheState, Denoiser
@@ -284,6 +285,13 @@ def text_to_image_of(recipe: Recipe, *, mesh: Mesh | None, vocab_size: int, max_
         image_shape=(size, size, model.image_channels),
         weights_dtype=float_dtype(recipe.weights_dtype, "weights_dtype"),
     )
+
+
+def styles_in(section: DataSection) -> tuple[str, ...]:
+    """The styles that captions of this data name; none where it is not the built-in set."""
+    if section.source != "pictures":
+        return ()
+    return STYLES if section.styles is None else section.styles
 
 
 def process_of(section: DiffusionSection) -> Process:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from maxdiffusion.config.schema import Recipe
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.errors import UsageError
-from maxdiffusion.nn.model import float_dtype
+from maxdiffusion.nn.model import DiffusionModel, float_dtype
 from maxdiffusion.nn.quantisation import Storage, say_bytes, stored_bytes
 from maxdiffusion.parallel.mesh import build_mesh
 from maxdiffusion.paths import as_path
@@ -64,28 +65,49 @@ def open_trained(run: str | Path, recipe: Recipe, *, step: int | None = None) ->
     tokenizer = read_tokenizer(run, step)
     mesh = build_mesh(recipe.mesh_spec)
     subject = text_to_image_of(recipe, mesh=mesh, vocab_size=tokenizer.vocab_size, max_length=tokenizer.max_length)
-    shapes = weight_shapes(subject.model)
-    kernels = _kernels(run, subject)
-    if is_packed(run):
-        params, step = read_packed(run, shapes, kernels)
-    else:
-        master = float_dtype(recipe.train.master_dtype, "master_dtype")
-        if kernels:
-            params, step = read_quantised(run, shapes, kernels, master_dtype=master, step=step)
-        else:
-            params, step = read_weights(run, shapes, master_dtype=master, step=step)
+    kernels = _kernels(run, subject.model)
+    params, step = read_trained(run, subject.model, recipe, step=step, kernels=kernels)
     if kernels:
         say_bytes(stored_bytes(params), subject.model.quantization)
     return TrainedRun(tokenizer=tokenizer, text_to_image=subject, params=params, step=step)
 
 
-def _kernels(run: str | Path, subject: TextToImage) -> Mapping[str, Storage]:
+def read_trained(
+    run: str | Path,
+    model: DiffusionModel,
+    recipe: Recipe,
+    *,
+    step: int | None = None,
+    kernels: Mapping[str, Storage] = MappingProxyType({}),
+) -> tuple[Any, int]:
+    """The weights that pictures are made with, float32 or in the dtype that they were trained in, and their step.
+
+    Args:
+        run: folder that `train` wrote, or a packed model's.
+        model: says where they live.
+        recipe: that they were trained with.
+        step: of the weights; None for the newest. A packed model has one.
+        kernels: how kernels are stored quantised while they are read, by their path.
+
+    Raises:
+        UsageError: there is no such checkpoint, or it is of another model.
+    """
+    shapes = weight_shapes(model)
+    if is_packed(run):
+        return read_packed(run, shapes, kernels)
+    master = float_dtype(recipe.train.master_dtype, "master_dtype")
+    if kernels:
+        return read_quantised(run, shapes, kernels, master_dtype=master, step=step)
+    return read_weights(run, shapes, master_dtype=master, step=step)
+
+
+def _kernels(run: str | Path, model: DiffusionModel) -> Mapping[str, Storage]:
     """How kernels are stored quantised while they are read; none without `quantization`.
 
     Raises:
         UsageError: the weights are stored in another mode.
     """
-    mode = subject.model.quantization
+    mode = model.quantization
     there = stored_mode(run) if is_packed(run) else None
     if mode is None:
         return {}
@@ -94,4 +116,4 @@ def _kernels(run: str | Path, subject: TextToImage) -> Mapping[str, Storage]:
             f"the weights of {run} are stored in {there}: leave quantization={mode} out, or make them anew from the "
             f"run (maxdiffusion quantize RUN --mode {mode} --out DIR)"
         )
-    return subject.model.storages()
+    return model.storages()

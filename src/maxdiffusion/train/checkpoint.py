@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
@@ -52,7 +53,7 @@ SHARED_BYTES = 16 * 2**20
 
 FIXED = (
     *("model", "model_config", "seed", "data", "diffusion"),
-    *("train.batch_size", "train.optimizer", "train.master_dtype"),
+    *("train.batch_size", "train.optimizer", "train.master_dtype", "train.start_from"),
 )
 """What a resumed run may not change, by the beginnings of keys: with other values it would be another run."""
 
@@ -183,9 +184,10 @@ def _check_same_run(recipe: Recipe, folder: Path, step: int, *, knows_samples: b
             continue
         fixed = key not in free and any(key == name or key.startswith(f"{name}.") for name in FIXED)
         if fixed and old.get(key) != new.get(key):
+            cure = f"write {key}={old[key]}" if key in old else f"leave {key} out"
             raise UsageError(
                 f"run '{folder}' was trained with {key}={old.get(key, 'its default')}, and this recipe says "
-                f"{new.get(key, 'its default')}: resume it with the old value, or start another run with run=FOLDER"
+                f"{new.get(key, 'its default')}: {cure}, or start another run with run=FOLDER"
             )
     # The one coefficient that says what is kept: Adafactor has a first moment or none.
     if recipe.train.optimizer == "adafactor" and (then.train.beta1 is None) != (recipe.train.beta1 is None):
@@ -348,7 +350,8 @@ class Checkpoints:
         for name, like in _parts(shapes).items():
             starts = name == "ema" and not has_ema  # in float32, whatever the weights are kept in
             source = "params" if starts else name
-            tree = read_part(self._folder, step, source, like, cast=starts or "cast" in allowed)
+            read = _read_optimizer if name == "opt_state" else read_part
+            tree = read(self._folder, step, source, like, cast=starts or "cast" in allowed)
             found[name] = jax.random.wrap_key_data(tree["key"]) if name == "key" else tree
         parts: dict[str, Any] = dict.fromkeys(PARTS) | found
         return TrainState(step=jax.device_put(jnp.asarray(step, jnp.int32), sharding), **parts)
@@ -375,6 +378,21 @@ class Checkpoints:
             f"the checkpoint of step {step} could not be written to {self._folder}: {_cause(error)}; {left}: make room "
             "or make the folder writable, then go on with resume=true"
         )
+
+
+def _read_optimizer(run: Path, step: int, part: str, like: Any, *, cast: bool) -> Any:
+    """The optimizer's state; in that of an older version without `train.grad_clip`, nothing stood in its place.
+
+    Raises:
+        UsageError: it is of another optimizer.
+    """
+    try:
+        return read_part(run, step, part, like, cast=cast)
+    except UsageError:
+        limit, *rest = like
+        with contextlib.suppress(UsageError):
+            return type(like)((limit, *read_part(run, step, part, tuple(rest), cast=cast)))
+        raise
 
 
 class _Unheard(logging.Filter):

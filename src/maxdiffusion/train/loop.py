@@ -24,6 +24,7 @@ from maxdiffusion.train.feed import Feed
 from maxdiffusion.train.meter import Meter
 from maxdiffusion.train.metrics import MetricsFile
 from maxdiffusion.train.optim import learning_rate
+from maxdiffusion.train.owed import Owed
 from maxdiffusion.train.profile import Profiler, step_name
 from maxdiffusion.train.progress import Reporter
 from maxdiffusion.train.state import TrainState
@@ -68,6 +69,7 @@ class Loop:
         profiler: traces some steps.
         meter: says how well the devices are used.
         rescue: saves and explains what is left when a step is not finite.
+        owed: what was due at the step that the loop starts from, and was not made.
         num_threads: threads that make batches ahead of the steps.
         watch: names who is late.
     """
@@ -85,6 +87,7 @@ class Loop:
     profiler: Profiler = field(default_factory=lambda: Profiler(None, Path()))
     meter: Meter | None = None
     rescue: Rescue | None = None
+    owed: Owed = Owed()  # noqa: RUF009  (frozen)
     num_threads: int = 0
     watch: Watchdog = field(default_factory=lambda: Watchdog(seconds=None))
     _pending: list[StepResult] = field(default_factory=list, init=False)
@@ -109,6 +112,10 @@ class Loop:
         section, done = self.section, int(state.step)
         self._first = done
         with _Stop() as stop, self.reporter.steps(section.steps, done), contextlib.closing(self.profiler):
+            if self.owed.evaluation:
+                self._evaluate(done, state)
+            if self.owed.samples:
+                self._sample(done, state)
             self._since = time.perf_counter()
             batches = self.batches.iterate(done, num_threads=self.num_threads)
             while done < section.steps and not stop.asked:
@@ -174,17 +181,25 @@ class Loop:
             self.metrics.flush()
             with self._clock_stopped("saving a checkpoint"):
                 self.checkpoints.save(state)
-        if due(section.eval_every) and self.on_evaluate is not None:
-            self._flush(done, state)
-            with self._clock_stopped("measuring held-out pictures"):
-                self.metrics.write(done, self.on_evaluate(state))
-        if due(section.sample_every) and self.on_sample is not None:
-            self._flush(done, state)
-            with self._clock_stopped("drawing samples"):
-                self.on_sample(state)
+        if due(section.eval_every):
+            self._evaluate(done, state)
+        if due(section.sample_every):
+            self._sample(done, state)
         if due(section.checkpoint_every) and not last and self.on_report is not None:
             with self._clock_stopped("writing the report"):
                 self.on_report()
+
+    def _evaluate(self, done: int, state: TrainState) -> None:
+        if self.on_evaluate is not None:
+            self._flush(done, state)
+            with self._clock_stopped("measuring held-out pictures"):
+                self.metrics.write(done, self.on_evaluate(state))
+
+    def _sample(self, done: int, state: TrainState) -> None:
+        if self.on_sample is not None:
+            self._flush(done, state)
+            with self._clock_stopped("drawing samples"):
+                self.on_sample(state)
 
     def _flush(self, done: int, state: TrainState) -> None:
         """Fetches the losses since the last call, checks that they are finite, and writes a line.

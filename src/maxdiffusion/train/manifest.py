@@ -35,6 +35,7 @@ class RunFacts:
         batches: of the training; they know how far each bucket of samples is drawn.
         sizes: height and width of the pictures of each bucket.
         samples: of the training data.
+        started_from: where the first weights came from; None where they were drawn.
     """
 
     recipe: Recipe
@@ -43,6 +44,7 @@ class RunFacts:
     batches: Batches
     sizes: tuple[tuple[int, int], ...]
     samples: Fingerprint
+    started_from: Mapping[str, Any] | None = None
 
 
 def manifest(step: int, parts: Mapping[str, Any], facts: RunFacts | None) -> dict[str, Any]:
@@ -71,6 +73,7 @@ def manifest(step: int, parts: Mapping[str, Any], facts: RunFacts | None) -> dic
         "recipe": flatten(facts.recipe),
         "rules": [[name, axes] for name, axes in facts.layout.rules],
         "data": _data(step, facts),
+        "started_from": facts.started_from,
     }
 
 

@@ -65,12 +65,6 @@ class MetricsFile:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line)
 
-    def close(self) -> None:
-        """Brings everything up to date, the trackers' part too."""
-        self.flush()
-        for tracker in self._trackers:
-            tracker.close()
-
     def flush(self) -> None:
         """Brings an object store's file up to date; a local one always is."""
         if self._writes and is_remote(self.path):

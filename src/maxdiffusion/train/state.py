@@ -122,7 +122,7 @@ def _bytes(leaf: Any) -> int:
 
 
 def initial_state(
-    model: DiffusionModel, optimizer: optax.GradientTransformation, shapes: TrainState, *, seed: int
+    model: DiffusionModel, optimizer: optax.GradientTransformation, shapes: TrainState, *, seed: int, params: Any = None
 ) -> TrainState:
     """The state before the first step; every leaf has its own buffers, so that the first step can donate them all.
 
@@ -131,9 +131,10 @@ def initial_state(
         optimizer: makes its state.
         shapes: from `state_shapes`.
         seed: of the run.
+        params: weights to begin with, laid out as the model's, which the state owns from here on; None draws them.
     """
     key = everywhere(jax.random.key(seed), shapes.key.sharding)  # type: ignore[attr-defined]
-    params = model.init_weights(jax.random.key(seed))
+    params = model.init_weights(jax.random.key(seed)) if params is None else _as_float32(params)
 
     def rest(params: Any) -> tuple[Any, Any, Array]:
         # jnp.copy inside jit makes new buffers; an output that is an input would be the same buffer.
@@ -149,6 +150,15 @@ def initial_state(
             lambda tree: jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), tree, kept), out_shardings=where
         )(params)
     return TrainState(step=step, params=params, opt_state=opt_state, ema=average, key=key)
+
+
+def _as_float32(params: Any) -> Any:
+    if all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params)):
+        return params
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+    return jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree), out_shardings=shardings)(
+        params
+    )
 
 
 def sampling_weights(state: TrainState) -> Any:

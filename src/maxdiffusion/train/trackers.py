@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +25,9 @@ TENSORBOARD = "tensorboard"
 WANDB_RUN = "wandb-run.txt"
 """File with the name by which Weights & Biases knows a run, so that a resumed one goes on there."""
 
+FAILED = 1
+"""Exit status that trackers are told where a run ends with an error."""
+
 Values = Mapping[str, float | int | str | list[float]]
 
 
@@ -38,9 +42,30 @@ class Tracker(Protocol):
         """A picture of a step."""
         ...
 
-    def close(self) -> None:
-        """Brings everything where it belongs."""
+    def close(self, status: int) -> None:
+        """Brings everything where it belongs, and says how the run ended: 0 is well."""
         ...
+
+
+class Audience:
+    """The trackers of a run; a context manager that closes each of them, whatever another one raises.
+
+    Attributes:
+        trackers: told what is measured.
+        status: exit status that they are told where nothing was raised; else it is 1.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker] = ()) -> None:
+        self.trackers = tuple(trackers)
+        self.status = 0
+
+    def __enter__(self) -> Audience:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with contextlib.ExitStack() as ends:
+            for tracker in self.trackers:
+                ends.callback(tracker.close, self.status if kind is None else FAILED)
 
 
 def check_trackers(section: TrackSection, folder: Path) -> None:
@@ -122,8 +147,9 @@ class TensorBoard:
         del caption
         self._writer.add_image(name, pixels, step, dataformats="HWC")
 
-    def close(self) -> None:
-        """Writes what is pending."""
+    def close(self, status: int) -> None:
+        """Writes what is pending; there is no place for the status."""
+        del status
         self._writer.close()
 
 
@@ -173,9 +199,9 @@ class WeightsAndBiases:
         """An image with its prompt."""
         self._run.log({"step": step, name: self._module.Image(pixels, caption=caption)})
 
-    def close(self) -> None:
-        """Waits until all is sent."""
-        self._run.finish()
+    def close(self, status: int) -> None:
+        """Waits until all is sent; any status but 0 shows the run as failed."""
+        self._run.finish(exit_code=status)
 
 
 def scalars(values: Values) -> dict[str, float]:
