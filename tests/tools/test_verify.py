@@ -53,6 +53,15 @@ def test_errors_are_relative_and_a_leaf_of_noise_counts_against_the_tree() -> No
     # 1e-8 against a thousandth of the tree's norm, which is 2.
     np.testing.assert_allclose(errors["worst_gradient"], 1e-8 / (module.SMALL_LEAF * 2.0))
     np.testing.assert_allclose(errors["gradients"], 1e-8 / 2.0)
+    assert errors["middle_sample"] == 0.5
+
+
+def test_few_samples_do_not_move_the_middle_one() -> None:
+    forward = np.ones((8, 3))
+    forward[:3] = 2.0
+    assert module._compare(_outcome(forward=forward), _outcome(forward=np.ones((8, 3))))["middle_sample"] == 0.0
+    forward[3:5] = 2.0
+    assert module._compare(_outcome(forward=forward), _outcome(forward=np.ones((8, 3))))["middle_sample"] == 1.0
 
 
 def test_a_cell_names_the_quantity_furthest_beyond_its_limit() -> None:
@@ -145,12 +154,14 @@ def test_what_stages_make_of_the_twin_is_said(model: str, twin: str) -> None:
 
 
 def test_a_mesh_may_be_as_far_off_as_quantisation_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quantity of which that is not asked keeps its own limit."""
+    """Where few samples are; a quantity of which that is not asked keeps its own limit."""
+    off = 1
 
     def outcome(model: DiffusionModel, *_: object) -> module._Outcome:
         quantised = 1.03 if model.runtime.quant.mode else 1.0
-        on_mesh = 0.02 if model.layout.mesh is not None else 0.0
-        return _outcome(forward=np.full(4, quantised + on_mesh), gradients={"a": np.full(4, quantised)})
+        forward = np.full(4, quantised)
+        forward[:off] += 0.04 if model.layout.mesh is not None else 0.0
+        return _outcome(forward=forward, gradients={"a": np.full(4, quantised)})
 
     monkeypatch.setattr(module, "_run", outcome)
     chosen = [Setting(quantization="int8"), Setting(quantization="fp8", dtype="bfloat16"), Setting()]
@@ -158,6 +169,10 @@ def test_a_mesh_may_be_as_far_off_as_quantisation_itself(monkeypatch: pytest.Mon
     assert [(cell.quantity, cell.ok) for cell in cells] == [("forward", True), ("forward", True), ("forward", False)]
     np.testing.assert_allclose([cell.limit for cell in cells], [0.03, 0.03, 1e-6])
     np.testing.assert_allclose([cell.error for cell in cells], [0.02 / 1.03, 0.02 / 1.03, 0.02])
+    # A fault of the mesh is in every sample, as far as it may be from rounding.
+    off = 4
+    (cell,) = verify("pictures", mesh=MeshSpec(data=8), only=chosen[:1]).cells
+    assert (cell.quantity, cell.ok) == ("middle_sample", False)
 
 
 def _said(result: VerifyResult) -> list[Cell]:

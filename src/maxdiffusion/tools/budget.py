@@ -142,17 +142,8 @@ def fully_sharded(parameters: Iterable[Parameter], axes: tuple[str, ...], layout
         for some, layers, count in one.sums(one.gathered):
             n, size = layout.size(some), one.bytes * layers
             yield Exchange(what="gradients", kinds=SUMS, axes=some, bytes=size, count=count, devices=n)
-        part = one.bytes // layout.size(one.gathered)
         rest = tuple(axis for axis in axes if axis not in one.gathered)
-        for some, layers, count in one.sums(rest) if rest else ():
-            yield Exchange(
-                what="replicas",
-                kinds=("all-reduce",),
-                axes=some,
-                bytes=part * layers,
-                count=count,
-                part_of=one.bytes * layers,
-            )
+        yield from _of_stored_part("replicas", one, rest, layout)
 
 
 def sequence_parallel(parameters: Iterable[Parameter], axes: tuple[str, ...], layout: Layout) -> Iterator[Exchange]:
@@ -165,16 +156,22 @@ def sequence_parallel(parameters: Iterable[Parameter], axes: tuple[str, ...], la
         layout: sizes of the mesh axes.
     """
     for one in parameters:
-        part = one.bytes // layout.size(one.gathered)
-        for some, layers, count in one.sums(axes) if one.of_tokens else ():
-            yield Exchange(
-                what="gradients of parts of a sequence",
-                kinds=("all-reduce",),
-                axes=some,
-                bytes=part * layers,
-                count=count,
-                part_of=one.bytes * layers,
-            )
+        if one.of_tokens:
+            yield from _of_stored_part("gradients of parts of a sequence", one, axes, layout)
+
+
+def _of_stored_part(what: str, one: Parameter, axes: tuple[str, ...], layout: Layout) -> Iterator[Exchange]:
+    """Sums along mesh axes of the part of a gradient that a device stores; none without axes."""
+    part = one.bytes // layout.size(one.gathered)
+    for some, layers, count in one.sums(axes) if axes else ():
+        yield Exchange(
+            what=what,
+            kinds=("all-reduce",),
+            axes=some,
+            bytes=part * layers,
+            count=count,
+            part_of=one.bytes * layers,
+        )
 
 
 def _split(plan: Plan, layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
