@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> Path:
         (["--guidance-scale", "-1"], "sample.guidance_scale=-1.0 (command line): write a number, 0 or more"),
         (["--mesh", "dtaa=2"], "mesh.dtaa (command line) is unknown: did you mean 'mesh.data'?"),
         (["--mesh", "data"], "mesh=data (command line): mesh 'data' is not AXIS=SIZE"),
-        (["--quantization", "int9"], "quantization='int9' (command line): did you mean 'int8'?"),
+        (["quantization=int9"], "quantization='int9' (command line): did you mean 'int8'?"),
         (["quantisation=int8"], "quantisation (command line) is unknown: did you mean 'quantization'?"),
         (["-n", "0"], "Invalid value for '-n'"),
         (["--seed", "-1"], "Invalid value for '--seed'"),

@@ -33,10 +33,6 @@ def generate(  # noqa: PLR0913  (an argument is an option of the command line)
         float | None, typer.Option("--guidance-scale", help="How closely to follow the prompt; 1 is no guidance.")
     ] = None,
     solver: Annotated[str | None, typer.Option("--solver", help="Name of the solver, such as euler.")] = None,
-    quantization: Annotated[
-        str | None,
-        typer.Option("--quantization", metavar="MODE", help="int8, fp8 or int4: smaller weights and products."),
-    ] = None,
     mesh: Mesh = None,
     virtual_devices: VirtualDevices = None,
     as_json: Json = False,
@@ -51,13 +47,8 @@ def generate(  # noqa: PLR0913  (an argument is an option of the command line)
     changes = list(changes or ())
     text = _one_prompt([prompt, *(word for word in changes if "=" not in word)])
     words = [f"mesh={mesh or 'null'}", f"virtual_devices={virtual_devices or 'null'}"]
-    options = {
-        "sample.steps": steps,
-        "sample.guidance_scale": guidance_scale,
-        "sample.solver": solver,
-        "quantization": quantization,
-    }
-    words += [f"{name}={value}" for name, value in options.items() if value is not None]
+    options = {"steps": steps, "guidance_scale": guidance_scale, "solver": solver}
+    words += [f"sample.{name}={value}" for name, value in options.items() if value is not None]
     recipe = recipe_at(*split_place(place), [*words, *changes])
     devices.make_virtual_devices(recipe.virtual_devices)
     from maxdiffusion.pipelines.generate import generate_from_run

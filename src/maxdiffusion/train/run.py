@@ -136,12 +136,12 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
     objective = objective_of(recipe, subject, tokenizer)
     images = image_shapes(source)
     check_sizes(subject.model, images, recipe.data)
-    examples = feed.shapes(section.batch_size, images[0])
+    sized = [feed.shapes(section.batch_size, shape) for shape in images]
     step = train_step(
         objective,
         rule,
         shapes=shapes,
-        examples=examples,
+        examples=sized[0],
         ema_decay=section.ema_decay,
         accumulation_steps=section.accumulation_steps,
         rounding=section.rounding,
@@ -209,13 +209,7 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
             on_evaluate=measure,
             on_report=functools.partial(_report, folder, reporter),
             profiler=Profiler(recipe.profile.span, folder / PROFILE),
-            meter=make_meter(
-                objective,
-                shapes,
-                [feed.shapes(section.batch_size, shape) for shape in images],
-                list(compiled.programs.values()),
-                peak=recipe.track.peak_tflops,
-            ),
+            meter=make_meter(objective, shapes, sized, list(compiled.programs.values()), peak=recipe.track.peak_tflops),
             rescue=Rescue(folder=folder, objective=objective, section=section, facts=facts),
             owed=owed_at(done, section, folder),
             num_threads=reading_threads(recipe.data),
