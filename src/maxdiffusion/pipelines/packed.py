@@ -12,17 +12,19 @@ numpy is written as the whole numbers of its bits: float8 values as uint8, bfloa
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors import safe_open
 from safetensors.numpy import load, save
 
 from maxdiffusion import __version__
@@ -111,13 +113,11 @@ def read_packed(
     folder = as_path(folder)
     path = folder / PACKED_WEIGHTS
     made = json.loads((folder / MADE).read_text(encoding="utf-8"))
-    digest, found = _opened(path)
-    if digest != made["sha256"]:
-        raise UsageError(f"{path} is damaged: get it again")
+    found, read = _opened(path, made["sha256"])
     halves = {name.removesuffix("/qvalue") for name in found if name.endswith("/qvalue")}
     form = like
     if not halves and not kernels:
-        shapes = {name: jax.ShapeDtypeStruct(array.shape, np.float32) for name, array in found.items()}
+        shapes = {name: jax.ShapeDtypeStruct(tensor.shape, np.float32) for name, tensor in found.items()}
         form = stored_form(like, unflatten_dict(shapes, sep="/"))
     wanted: dict[str, jax.ShapeDtypeStruct] = flatten_dict(form, sep="/")  # type: ignore[assignment]
     there = halves | {name for name in found if name.rpartition("/")[0] not in halves}
@@ -134,10 +134,9 @@ def read_packed(
         one = wanted[name]
         if name in found:
             if name in kernels:
-                return kept([_put(found[name], one.sharding)], one, kernels[name])
-            return _put(found[name].astype(np.float32), one.sharding)
-        # Copied: an array that stays may lie where the host's does, and this one ends with the file.
-        values, scale = (np.array(found[f"{name}/{part}"]) for part in PARTS)
+                return kept([_put(read(name), one.sharding)], one, kernels[name])
+            return _put(read(name).astype(np.float32), one.sharding)
+        values, scale = (read(f"{name}/{part}") for part in PARTS)
         values, scale = _from_bits(values, one.shape), _from_bits(scale, None)
         packed = [axis for axis, size in enumerate(values.shape) if size != one.shape[axis]]
         stored = Stored(qvalue=values, scale=scale, packed=packed[0] - values.ndim if packed else None)
@@ -159,30 +158,31 @@ def _put(array: np.ndarray, sharding: Any) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def _opened(path: Path) -> tuple[str, Mapping[str, np.ndarray]]:
-    """Hash and tensors of a file of safetensors; those of a local file lie on the disk until they are read."""
-    if is_remote(path):
-        whole = path.read_bytes()
-        return hashlib.sha256(whole).hexdigest(), load(whole)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    # The format: the length of a header, the header, and every tensor's bytes one after the other.
-    raw = np.memmap(path, np.uint8, mode="r")
-    start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
-    try:
-        header: dict[str, Any] = json.loads(raw[8:start].tobytes())
-    except ValueError:
-        return "", {}
-    header.pop("__metadata__", None)
-    found = {}
-    for name, entry in header.items():
-        first, last = (start + offset for offset in entry["data_offsets"])
-        found[name] = raw[first:last].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return digest, found
+class _Tensor(NamedTuple):
+    """What a file says of a tensor."""
+
+    shape: tuple[int, ...]
+    is_uint8: bool
 
 
-_DTYPES = {"F32": np.float32, "F16": np.float16, "I8": np.int8, "U8": np.uint8, "U16": np.uint16}
-"""Those of packed models."""
+def _opened(path: Path, digest: str) -> tuple[Mapping[str, _Tensor], Callable[[str], np.ndarray]]:
+    """The tensors of a file, and what reads one; those of a local file lie on the disk until then.
+
+    Raises:
+        UsageError: its hash is another one.
+    """
+    whole = path.read_bytes() if is_remote(path) else None
+    with io.BytesIO(whole) if whole is not None else path.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+            raise UsageError(f"{path} is damaged: get it again")
+    if whole is not None:
+        arrays = load(whole)
+        found = {name: _Tensor(array.shape, array.dtype == np.uint8) for name, array in arrays.items()}
+        return found, arrays.__getitem__
+    tensors = safe_open(path, framework="numpy")
+    entries = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  (it is no mapping)
+    found = {name: _Tensor(tuple(entry.get_shape()), entry.get_dtype() == "U8") for name, entry in entries.items()}
+    return found, tensors.get_tensor
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
@@ -203,10 +203,10 @@ def _from_bits(array: np.ndarray, whole: tuple[int, ...] | None) -> np.ndarray:
     return array.view(jnp.bfloat16) if array.dtype == np.uint16 else array
 
 
-def _whole_shape(name: str, found: Mapping[str, np.ndarray], like: Any) -> tuple[int, ...]:
+def _whole_shape(name: str, found: Mapping[str, _Tensor], like: Any) -> tuple[int, ...]:
     """Shape of a tensor of the file; of a kernel with two values in a byte, that of the kernel which is wanted."""
     if name in found:
-        return tuple(found[name].shape)
-    values = found[f"{name}/qvalue"]
-    fits = [size in (whole, whole / 2) for size, whole in zip(values.shape, like, strict=False)]
-    return like if values.dtype == np.uint8 and len(like) == values.ndim and all(fits) else tuple(values.shape)
+        return found[name].shape
+    shape, is_uint8 = found[f"{name}/qvalue"]
+    fits = [size in (whole, whole / 2) for size, whole in zip(shape, like, strict=False)]
+    return like if is_uint8 and len(like) == len(shape) and all(fits) else shape
