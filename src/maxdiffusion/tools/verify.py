@@ -107,6 +107,7 @@ class Cell:
     Attributes:
         setting: how the model ran.
         errors: relative error of each quantity.
+        limits: of those that have one here.
         quantity: the one nearest to its limit, or furthest beyond it.
         error: its error.
         limit: its limit.
@@ -116,6 +117,7 @@ class Cell:
 
     setting: Setting
     errors: dict[str, float]
+    limits: dict[str, float]
     quantity: str
     error: float
     limit: float
@@ -415,6 +417,7 @@ def _cell(setting: Setting, errors: dict[str, float], limits: dict[str, float], 
     return Cell(
         setting=setting,
         errors=errors,
+        limits=limits,
         quantity=worst,
         error=errors[worst],
         limit=limits[worst],
