@@ -13,8 +13,10 @@ from tests.children import ROOT
 PARENT = """
 import time
 from tests.children import child
-idle = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-busy = "import os; print(os.getpid(), flush=True)\\nwhile True: pass"
+# One write each: of two that print, the one's number may come between the other's and the end of its line.
+tell = "import os, time; os.write(1, b'%d\\\\n' % os.getpid())\\n"
+idle = tell + "time.sleep(600)"
+busy = tell + "while True: pass"
 children = [child(idle), child(busy)]
 time.sleep(600)
 """

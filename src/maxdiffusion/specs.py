@@ -391,6 +391,9 @@ QUANT_KEYWORDS = MappingProxyType(
 )
 """The keyword of a model, and key of a recipe, for each field of `QuantSpec` but its mode."""
 
+QUANT_FIELDS = ("quantization", "use_qwix_quantization", *QUANT_KEYWORDS.values())
+"""All keywords of a model, and keys of a recipe, that say how it is quantised."""
+
 
 QWIX_WITHOUT_MODE = 'use_qwix_quantization=True says too little: write quantization="int8", "fp8" or "fp8_full"'
 

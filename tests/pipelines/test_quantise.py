@@ -39,6 +39,12 @@ def test_a_quantised_model_paints_what_its_run_does_quantised(trained: TrainResu
     assert written.weights.ratio < 0.6 and results[1].quantization == "int8"
     with pytest.raises(UsageError, match="holds a model already"):
         quantise(trained.run, recipe=recipe, out=tmp_path / "small")
+    before = {path: path.read_bytes() for path in Path(trained.run).iterdir() if path.is_file()}
+    with pytest.raises(UsageError, match="is not empty: name another folder"):
+        quantise(trained.run, recipe=recipe, out=trained.run)
+    assert before == {path: path.read_bytes() for path in Path(trained.run).iterdir() if path.is_file()}
+    with pytest.raises(UsageError, match="is a file: name a folder"):
+        quantise(trained.run, recipe=recipe, out=results[0].files[0])
     with pytest.raises(UsageError, match="are stored in int8 already"):
         quantised_recipe(written.folder, ["quantization=int8"])
 

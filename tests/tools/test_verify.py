@@ -15,23 +15,9 @@ from maxdiffusion.nn.model import DiffusionModel
 from maxdiffusion.parallel.mesh import build_mesh
 from maxdiffusion.specs import MeshSpec, QuantMode
 from maxdiffusion.tools import verify as module
-from maxdiffusion.tools.verify import Cell, Setting, VerifyResult, as_row, settings, verify
+from maxdiffusion.tools.verify import MESHES, Cell, Setting, VerifyResult, as_row, settings, verify
 
 pytestmark = pytest.mark.whole
-
-EVERY_MESH = (
-    "data=8",
-    "fsdp=8",
-    "data=2,fsdp=2,tensor=2",
-    "fsdp=2,context=4",
-    "data=2,stage=4",
-    "stage=2,tensor=2,data=2",
-    "cfg=2,context=4",
-    "context=2,tensor=2,data=2",
-    "dcn.data=2,fsdp=4",
-    "stage=2,context=4",
-)
-"""Each strategy alone, and the combinations that are promised."""
 
 DTYPES = ("float32", "bfloat16")
 
@@ -94,7 +80,7 @@ def test_settings_are_those_that_the_mesh_gives_a_meaning() -> None:
     staged = of("data=2,stage=4", every=True)
     assert {setting.pipeline for setting in staged} == {"gpipe", "circular"}
     assert all(setting.scan for setting in staged)
-    for mesh in EVERY_MESH:
+    for mesh in MESHES:
         few, all_of_them = of(mesh, every=False), of(mesh, every=True)
         exact, rounded = ([one for one in few if (one.dtype, one.quantization) == (dtype, "none")] for dtype in DTYPES)
         names = ("attention", "context", "pipeline", "remat", "scan", "masked")
@@ -211,7 +197,7 @@ def test_one_setting_holds(model: str, mesh: str, chosen: Setting) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh"),
-    [*itertools.product(["sd15", "flux-dev"], EVERY_MESH), *(("sdxl", mesh) for mesh in EVERY_MESH[2:6])],
+    [*itertools.product(["sd15", "flux-dev"], MESHES), *(("sdxl", mesh) for mesh in MESHES[2:6])],
 )
 @pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore:.* stages of mesh axis 'stage' repeat the same work")  # of a UNet's other stacks

@@ -21,7 +21,7 @@ from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.pipeline import say_idle, say_no_stages, stage_axes
 from maxdiffusion.parallel.report import path_name
 from maxdiffusion.runtime import Runtime
-from maxdiffusion.specs import QUANT_KEYWORDS, QWIX_WITHOUT_MODE, AttentionSpec, PipelineSpec, QuantSpec, RematSpec
+from maxdiffusion.specs import QUANT_FIELDS, QWIX_WITHOUT_MODE, AttentionSpec, PipelineSpec, QuantSpec, RematSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -322,8 +322,7 @@ class DiffusionModel(nn.Module, kw_only=True):
     def unquantized(self) -> Self:
         """A copy that multiplies no quantised operands; kernels that are stored quantised are read as numbers."""
         usual: dict[str, Any] = {field.name: field.default for field in fields(DiffusionModel)}
-        names = ("quantization", "use_qwix_quantization", *QUANT_KEYWORDS.values())
-        return self.clone(parent=None, **{name: usual[name] for name in names})
+        return self.clone(parent=None, **{name: usual[name] for name in QUANT_FIELDS})
 
     def _boxed(self) -> Tree:
         """Boxed shapes; the dummy batch of one divides by no mesh."""

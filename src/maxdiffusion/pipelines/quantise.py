@@ -19,7 +19,7 @@ from jaxtyping import UInt8
 from maxdiffusion.config.load import load_run
 from maxdiffusion.config.schema import Recipe, SampleSection
 from maxdiffusion.errors import UsageError
-from maxdiffusion.nn.quantisation import QuantRow, StoredBytes, ledger, storages, stored_bytes
+from maxdiffusion.nn.quantisation import QuantRow, StoredBytes, ledger, stored_bytes
 from maxdiffusion.nn.switched import switched
 from maxdiffusion.paths import as_path
 from maxdiffusion.pipelines.checkpoint_folder import recipe_folder, split_place
@@ -27,6 +27,7 @@ from maxdiffusion.pipelines.packed import is_packed, pack, stored_mode
 from maxdiffusion.pipelines.picture_difference import PictureDifference, picture_difference
 from maxdiffusion.pipelines.text_to_image import TextToImage, sampler
 from maxdiffusion.pipelines.trained import TrainedRun, open_trained
+from maxdiffusion.specs import QUANT_FIELDS
 
 FLOORS = {"int8": 30.0, "fp8": 25.0}
 """Least PSNR in dB of quantised pictures against the unquantised ones, by mode."""
@@ -138,16 +139,20 @@ def quantise(place: str | Path, *, recipe: Recipe, out: str | Path) -> QuantiseR
     Args:
         place: a run, `RUN@STEP`, or a packaged model.
         recipe: of the model, with `quantization`.
-        out: folder to write; it holds no model yet.
+        out: folder to write; there is none yet, or it is empty.
 
     Raises:
-        UsageError: there is no such model, or the folder holds one.
+        UsageError: there is no such model, or the folder holds anything.
     """
     began = time.perf_counter()
     run, step = split_place(place)
     folder = as_path(out)
     if is_packed(folder):
         raise UsageError(f"{folder} holds a model already: name another folder")
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file: name a folder for the model")
+    if folder.exists() and any(folder.iterdir()):
+        raise UsageError(f"{folder} is not empty: name another folder for the model")
     trained = open_trained(run, recipe, step=step)
     pack(
         folder,
@@ -224,9 +229,7 @@ def report(
 
 
 _UNQUANTISED: dict[str, Any] = {
-    field.name: field.default
-    for field in dataclasses.fields(Recipe)
-    if "quantization" in field.name or field.name == "qwix_module_path"
+    field.name: field.default for field in dataclasses.fields(Recipe) if field.name in QUANT_FIELDS
 }
 
 
@@ -322,7 +325,7 @@ def _rounding(
 ) -> Callable[[frozenset[str]], Any]:
     """Samplers with the kernels of some layers rounded: the program of the model as it is, with other weights."""
     plain = sampler(base.text_to_image, section)
-    kernels = storages(subject.model._boxed(), subject.model.runtime.quant)
+    kernels = subject.model.storages()
 
     def rounded(params: Any, some: frozenset[str]) -> Any:
         flat: dict[Any, Any] = flatten_dict(params, sep="/")  # type: ignore[assignment]

@@ -51,6 +51,20 @@ rounded anew. No sample has a say in the scales of another, so that this happens
 median of the samples' own errors, is held as exactly as in float32. As a whole no mesh may be further from one device
 than rounding itself is from none, on the same twin (int8: 1e-2 for FLUX.1, 3e-2 for a UNet)."""
 
+MESHES = (
+    "data=8",
+    "fsdp=8",
+    "data=2,fsdp=2,tensor=2",
+    "fsdp=2,context=4",
+    "data=2,stage=4",
+    "stage=2,tensor=2,data=2",
+    "cfg=2,context=4",
+    "context=2,tensor=2,data=2",
+    "dcn.data=2,fsdp=4",
+    "stage=2,context=4",
+)
+"""Of eight devices: each strategy alone, and the combinations that are promised. The table of the docs has them all."""
+
 ROUNDED = ("forward", "gradients")
 """What the modes of quantised products are held to by what they are off by themselves."""
 
