@@ -46,6 +46,20 @@ def test_called_computations_run_as_often_as_they_are_called() -> None:
     assert cosines == [(3 * 5, False), (1, True), (1, False)]  # a loop in a loop, one of unknown length, a branch
 
 
+def test_a_computation_goes_on_behind_an_attribute_of_several_lines() -> None:
+    """A Pallas kernel's metadata is written so for TPUs; its last line begins with a brace."""
+    kernel = """  %k = f32[4,8]{1,0} custom-call(%x), frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512}"
+}}, metadata={op_name="kernel"}, backend_config={"known_trip_count":{"n":"7"}}
+"""
+    text = TEXT.replace("  %w = (s32[]", kernel + "  %w = (s32[]")
+    found = [(one.computation, one.name, one.count) for one in instructions(text)]
+    assert ("main", "k", 1) in found
+    assert [one for one in found if one[1] != "k"] == [
+        (one.computation, one.name, one.count) for one in instructions(TEXT)
+    ]
+
+
 def test_what_reductions_apply_to_single_numbers_is_left_out() -> None:
     assert not [one for one in instructions(TEXT) if one.operation == "add"]
 

@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)[^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+_COMPUTATION = re.compile(
+    r"^(ENTRY )?%?([\w.\-]+)[^\n]*\{\n(.*?)^\}(?:, execution_thread=\S+)?$", re.MULTILINE | re.DOTALL
+)
 _INSTRUCTION = re.compile(
     r"^\s*(?:ROOT )?%?([\w.\-]+) = (\((?:[^()]|\([^()]*\))*\)|\S+) ([\w\-]+)\((.*)$", re.MULTILINE
 )
