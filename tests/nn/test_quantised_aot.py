@@ -28,8 +28,11 @@ def _products(text: str) -> Counter[tuple[str, str, str]]:
     ("target", "name", "small"),
     [
         ("v5e", "flux-dev:int8", [("s8", "s8", "s32")]),
+        ("v5e", "flux-dev:int8:stored", [("s8", "s8", "s32")]),
         pytest.param("v6e", "flux-dev:int8", [("s8", "s8", "s32")], marks=pytest.mark.slow),
+        pytest.param("v6e", "sd15:int8:stored", [("s8", "s8", "s32")], marks=pytest.mark.slow),
         pytest.param("v6e", "sd15:int8", [("s8", "s8", "s32")], marks=pytest.mark.slow),
+        pytest.param("7x", "flux-dev:fp8:stored", [("f8e4m3fn", "f8e4m3fn", "f32")], marks=pytest.mark.slow),
         pytest.param("7x", "sd15:fp8", [("f8e4m3fn", "f8e4m3fn", "f32")], marks=pytest.mark.slow),
         pytest.param(
             "7x",
@@ -59,6 +62,7 @@ def test_a_tpu_multiplies_what_the_ledger_says(
     [
         ("flux-dev:fp8", "f8e4m3fn", "f8E4M3FN"),
         pytest.param("flux-dev:int8", "s8", "i8", marks=pytest.mark.slow),
+        pytest.param("flux-dev:fp8:stored", "f8e4m3fn", "f8E4M3FN", marks=pytest.mark.slow),
         pytest.param("sd15:fp8", "f8e4m3fn", "f8E4M3FN", marks=pytest.mark.slow),
     ],
 )

@@ -19,7 +19,7 @@ from maxdiffusion.parallel import pipeline
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.runtime import Runtime
 from maxdiffusion.specs import PipelineSpec, RematSpec
-from maxdiffusion.tools.flops import Flops, flops
+from maxdiffusion.tools.flops import Flops, flops, products
 
 # As TPUs write a batched product (a window whose taps meet one value each), loops that do not say their length, and
 # one that does not even say where it ends.
@@ -73,6 +73,7 @@ def test_text_is_read() -> None:
         in_loops_of_unknown_length=product,
         custom_calls={"tpu_custom_call": 1},
     )
+    assert products(TEXT) == {("f32", "f32"): 6 * product, ("bf16", "bf16"): 2 * 16 * 5 * 6 * 7}
 
 
 def test_products_cost_what_the_formula_says() -> None:

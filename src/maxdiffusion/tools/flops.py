@@ -64,6 +64,20 @@ def flops(text: str) -> Flops:
     )
 
 
+def products(text: str) -> Counter[tuple[str, str]]:
+    """FLOPs of a compiled program by the dtypes of the two operands, as XLA writes them: `("s8", "s8")`.
+
+    Args:
+        text: as for `flops`.
+    """
+    found = Counter[tuple[str, str]]()
+    for one in instructions(text):
+        if one.operation in ("dot", "convolution"):
+            of = _of_dot if one.operation == "dot" else _of_convolution
+            found[arrays_of(one.operand(0))[0][0], arrays_of(one.operand(1))[0][0]] += one.count * of(one)
+    return found
+
+
 def _sizes(shape: str) -> tuple[int, ...]:
     return arrays_of(shape)[0][1]
 
