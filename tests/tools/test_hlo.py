@@ -32,7 +32,7 @@ ENTRY %main (x: f32[4,8]) -> f32[4] {
   %x = f32[4,8]{1,0} parameter(0)
   %w = (s32[], f32[4,8]{1,0}) while(%t), condition=%never, body=%body, backend_config={"known_trip_count":{"n":"3"}}
   %u = (s32[], f32[4,8]{1,0}) while(%t), condition=%never, body=%deep
-  %c = f32[4,8]{1,0} conditional(%p, %x, %x), branch_computations={%inner, %deep}
+  %c = f32[4,8]{1,0} conditional(%x, %x), branch_computations={%inner, %deep}
   ROOT %r = f32[4]{0} reduce(%x, %zero), dimensions={1}, to_apply=%add
 }
 """
@@ -60,6 +60,14 @@ def test_a_computation_goes_on_behind_an_attribute_of_several_lines() -> None:
     ]
 
 
+def test_tuples_of_tuples_are_shapes() -> None:
+    """As TPUs write what an asynchronous call takes, makes and keeps."""
+    started = "((f32[4,8]{1,0:T(8,128)(2,1)}, s32[]{:T(128)}), (f32[4]{0:T(256)}), u32[]{:T(128)S(2)})"
+    text = TEXT.replace("  %u = (s32[]", f"  %a = {started} all-gather-start(%x), dimensions={{0}}\n  %u = (s32[]")
+    (found,) = (one for one in instructions(text) if one.operation == "all-gather-start")
+    assert found.shape == started and found.operands() == ["f32[4,8]{1,0}"]
+
+
 def test_what_reductions_apply_to_single_numbers_is_left_out() -> None:
     assert not [one for one in instructions(TEXT) if one.operation == "add"]
 
@@ -67,6 +75,8 @@ def test_what_reductions_apply_to_single_numbers_is_left_out() -> None:
 def test_operands_have_shapes() -> None:
     (reduced,) = (one for one in instructions(TEXT) if one.operation == "reduce")
     assert (reduced.name, reduced.shape, reduced.operand(0)) == ("r", "f32[4]{0}", "f32[4,8]{1,0}")
+    (chosen,) = (one for one in instructions(TEXT) if one.operation == "conditional")
+    assert chosen.operands() == ["f32[4,8]{1,0}"] * 2  # and none of its branches
 
 
 def test_arrays_of_a_shape() -> None:

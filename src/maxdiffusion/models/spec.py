@@ -52,10 +52,13 @@ class ModelSpec:
         return self.denoiser.from_config(self.tiny if size == "tiny" else self.config, **keywords)
 
     def depth(self, layers: int) -> dict[str, Any]:
-        """Keywords of a tiny twin whose stacks are so many layers deep; of a UNet's, that of the middle block alone.
+        """Keywords of a tiny twin whose stacks are so many layers deep.
 
-        With 8 layers in every stack a UNet has 40 of them, which multiply rounding beyond any limit, on any mesh.
+        Of a UNet's, only those of the last level on the way down and of the middle block are.
+        With 8 layers in every stack it would have 40 of them, which multiply rounding beyond any limit, on any mesh.
         """
-        levels = len(self.tiny.get("block_out_channels", ()))
-        of_stack = (*(1,) * (levels - 1), layers) if levels and self.family == "unet" else layers
-        return dict.fromkeys(self.depths, of_stack)
+        if self.family != "unet":
+            return dict.fromkeys(self.depths, layers)
+        levels = len(self.tiny["block_out_channels"])
+        up = {"reverse_transformer_layers_per_block": (1,) * levels}
+        return dict.fromkeys(self.depths, (*(1,) * (levels - 1), layers)) | up

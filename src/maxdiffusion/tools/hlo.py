@@ -9,9 +9,10 @@ from dataclasses import dataclass
 _COMPUTATION = re.compile(
     r"^(ENTRY )?%?([\w.\-]+)[^\n]*\{\n(.*?)^\}(?:, execution_thread=\S+)?$", re.MULTILINE | re.DOTALL
 )
-_INSTRUCTION = re.compile(
-    r"^\s*(?:ROOT )?%?([\w.\-]+) = (\((?:[^()]|\([^()]*\))*\)|\S+) ([\w\-]+)\((.*)$", re.MULTILINE
-)
+_TUPLE = r"\((?:[^()]|\([^()]*\))*\)"
+for _ in range(2):  # asynchronous calls make tuples of tuples of arrays, whose layouts have parentheses
+    _TUPLE = _TUPLE.replace(r"\([^()]*\)", r"\((?:[^()]|\([^()]*\))*\)")
+_INSTRUCTION = re.compile(rf"^\s*(?:ROOT )?%?([\w.\-]+) = ({_TUPLE}|\S+) ([\w\-]+)\((.*)$", re.MULTILINE)
 _SHAPE = re.compile(r"([a-z][a-z0-9]*)\[([0-9,]*)\]")
 _CALLED = re.compile(
     r"(?:calls|body|condition|branch_computations|true_computation|false_computation)=(?:\{([^}]*)\}|(%?[\w.\-]+))"
@@ -50,6 +51,10 @@ class Instruction:
     def operand(self, index: int) -> str:
         """The shape of an operand, as written."""
         return self.shapes[_OPERAND.findall(self.rest)[index]]
+
+    def operands(self) -> list[str]:
+        """The shapes of all operands, as written."""
+        return [self.shapes[name] for name in _OPERAND.findall(self.rest.partition("), ")[0])]
 
 
 def instructions(text: str) -> Iterator[Instruction]:
