@@ -14,8 +14,9 @@ from jax.sharding import Mesh
 
 from maxdiffusion.errors import UsageError
 from maxdiffusion.kernels.stored import is_stored
+from maxdiffusion.log import say_once
 from maxdiffusion.models.registry import lookup
-from maxdiffusion.nn.quantisation import ledger, stored_bytes
+from maxdiffusion.nn.quantisation import QuantRow, checked, ledger, stored_bytes
 from maxdiffusion.parallel.report import path_name
 from maxdiffusion.specs import QuantSpec
 
@@ -82,6 +83,34 @@ def test_layers_are_chosen_by_expressions(caplog: pytest.LogCaptureFixture) -> N
         f"transformer_blocks_{block}/ff/{layer}" for block in (0, 1) for layer in ("net_0/proj", "net_2")
     }
     assert "quantization=int8: 4 of 52 kernels" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "emulated"),
+    [
+        ("fp8", "cpu", True),
+        ("fp8_full", "TPU v6 lite", True),
+        ("fp8", "NVIDIA A100-SXM4-80GB", True),
+        ("fp8", "TPU7x", False),
+        ("fp8", "NVIDIA H100 80GB HBM3", False),
+        ("int8", "cpu", False),
+    ],
+)
+def test_float8_that_devices_emulate_is_said(
+    mode: Any, kind: str, emulated: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = QuantSpec(mode=mode)
+    say_once.cache_clear()
+    with caplog.at_level(logging.INFO):
+        checked([QuantRow(module="a", shape=(4, 4), mode=mode, reason="")], spec, device_kind=kind)
+    assert ("float8 products are emulated" in caplog.text) == emulated
+
+
+def test_a_model_says_what_its_devices_emulate(caplog: pytest.LogCaptureFixture) -> None:
+    say_once.cache_clear()
+    with caplog.at_level(logging.INFO):
+        lookup("flux-dev").build("tiny", quantization="fp8", mesh=Mesh(jax.devices()[:2], ("data",))).abstract_params()
+    assert "quantization=fp8: float8 products are emulated on 'cpu'" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -332,14 +332,14 @@ class FlaxFluxTransformer2DModel(DiffusionModel, kw_only=True):
 
 
 def _check(name: str, array: Array, wanted: tuple[int | None, ...], meaning: str) -> None:
-    """Refuses an array of another shape; None stands for any size.
+    """Refuses an array of another shape; None stands for any size but 0.
 
     Raises:
         UsageError: with the shape that this model takes.
     """
     fits = array.ndim == len(wanted) and all(size in (None, got) for size, got in zip(wanted, array.shape, strict=True))
-    if not fits:
-        takes = ", ".join("any" if size is None else str(size) for size in wanted)
+    if not fits or 0 in array.shape:
+        takes = ", ".join("1 or more" if size is None else str(size) for size in wanted)
         raise UsageError(f"{name} has shape {tuple(array.shape)}, but this call takes ({takes}): {meaning}")
 
 

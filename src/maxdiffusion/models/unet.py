@@ -139,9 +139,10 @@ class FlaxUNet2DConditionModel(UNetKeywords, DiffusionModel, kw_only=True):
         Raises:
             UsageError: an input that the model needs is missing, has the wrong size, or is of no use to it.
         """
-        if sample.ndim != 4 or sample.shape[1] != self.in_channels:
+        if sample.ndim != 4 or sample.shape[1] != self.in_channels or 0 in sample.shape:
             raise UsageError(
-                f"sample has shape {sample.shape}, but this model takes (batch, {self.in_channels}, height, width)"
+                f"sample has shape {sample.shape}, but this model takes (batch, {self.in_channels}, height, width), "
+                "each 1 or more"
             )
         height = sample.shape[2]
         padded = padded_rows(height, self.num_levels, self.layout)
@@ -207,10 +208,10 @@ class FlaxUNet2DConditionModel(UNetKeywords, DiffusionModel, kw_only=True):
         """The text states laid out and cast, None for a model that reads none."""
         if not self.reads_text:
             return None
-        wanted = f"(batch {batch}, tokens, {self.text_width})"
+        wanted = f"(batch {batch}, tokens, {self.text_width}), 1 token or more"
         if states is None:
             raise UsageError(f"encoder_hidden_states is missing: give the text states, of shape {wanted}")
-        if states.ndim != 3 or states.shape[0] != batch or states.shape[2] != self.text_width:
+        if states.ndim != 3 or states.shape[0] != batch or states.shape[2] != self.text_width or not states.shape[1]:
             raise UsageError(f"encoder_hidden_states has shape {states.shape}, but this model takes {wanted}")
         states = self.layout.constrain(states, "activation_batch", "activation_kv_length", "activation_embed")
         return states.astype(self.runtime.dtype)

@@ -333,7 +333,8 @@ class DiffusionModel(nn.Module, kw_only=True):
 
         boxed = jax.eval_shape(init, self.dummy_inputs())
         quant = self.runtime.quant
-        checked(ledger(nn.unbox(boxed), quant), quant, own=self.usually_excluded(quant.mode))
+        own, kind = self.usually_excluded(quant.mode), self.layout.device_kind
+        checked(ledger(nn.unbox(boxed), quant), quant, device_kind=kind, own=own)
         return boxed
 
 

@@ -63,12 +63,20 @@ def ledger(params: Any, quant: QuantSpec) -> tuple[QuantRow, ...]:
     return tuple(rows)
 
 
-def checked(rows: Sequence[QuantRow], quant: QuantSpec, *, own: Sequence[str] = ()) -> None:
-    """Refuses expressions that match no layer, and says once what is quantised.
+_WITHOUT_FLOAT8 = ("cpu", *(f"TPU v{version}" for version in range(2, 7)), "Tesla", "NVIDIA A")
+"""Beginnings of the names of devices whose matrix units do not multiply float8.
+
+TPUs do from 7x on (Google Cloud's pages of each version), NVIDIA's from compute capability 8.9 on, later than Ampere's
+(CUDA's table of precisions)."""
+
+
+def checked(rows: Sequence[QuantRow], quant: QuantSpec, *, device_kind: str, own: Sequence[str] = ()) -> None:
+    """Refuses expressions that match no layer, and says once what is quantised, and what the devices only emulate.
 
     Args:
         rows: of `ledger`.
         quant: how the model is quantised.
+        device_kind: what jax calls the devices.
         own: expressions that the model excludes by itself; it need not have all these layers.
 
     Raises:
@@ -94,6 +102,13 @@ def checked(rows: Sequence[QuantRow], quant: QuantSpec, *, own: Sequence[str] = 
         f"left out by {QUANT_KEYWORDS['modules']} and {QUANT_KEYWORDS['exclude']}: {len(rows) - len(done)}",
         logging.INFO,
     )
+    if (quant.mode or "").startswith("fp8") and device_kind.startswith(_WITHOUT_FLOAT8):
+        say_once(
+            log,
+            f"quantization={quant.mode}: float8 products are emulated on {device_kind!r}, which has none: the same "
+            "values, multiplied as wider numbers, in no less time",
+            logging.INFO,
+        )
 
 
 def _size(rows: Sequence[QuantRow]) -> int:

@@ -91,13 +91,21 @@ class Layout:
     @property
     def platform(self) -> str:
         """`cpu`, `gpu` or `tpu`: of the mesh's devices, for the choice of kernels; else of this process."""
-        if isinstance(self.mesh, Mesh):
-            platform = self.mesh.devices.flat[0].platform
-        elif self.mesh is not None and self.mesh.abstract_device is not None:
-            platform = self.mesh.abstract_device.platform
-        else:
-            platform = jax.default_backend()
+        platform = self._device.platform
         return "gpu" if platform in ("cuda", "rocm") else platform
+
+    @property
+    def device_kind(self) -> str:
+        """What jax calls these devices: `cpu`, `TPU v5 lite`, `NVIDIA H100 80GB HBM3`."""
+        return self._device.device_kind
+
+    @property
+    def _device(self) -> Any:
+        if isinstance(self.mesh, Mesh):
+            return self.mesh.devices.flat[0]
+        if self.mesh is not None and self.mesh.abstract_device is not None:
+            return self.mesh.abstract_device
+        return jax.devices()[0]
 
     def resolve(self, *names: str | None, shape: Sequence[int] | None = None) -> Resolution:
         """Mesh axes of each dimension, and why a wish was not met; axes that are manual here do not count.
