@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import TypeAlias
 
 from maxdiffusion.errors import UsageError
@@ -41,7 +42,7 @@ class BlockSizes:
             size = getattr(self, field.name)
             if size is None and field.name not in ("block_q", "block_k", "block_b"):
                 continue
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
                 raise UsageError(f"BlockSizes.{field.name}={size!r}: write a whole number of tokens, 1 or more")
         for name, forward in (
             ("block_q_dkv", "block_q"),

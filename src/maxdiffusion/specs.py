@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from types import MappingProxyType
 from typing import Literal, get_args
 
@@ -71,7 +72,7 @@ class MeshSpec:
             for name, size in sizes.items():
                 if name not in axes:
                     raise MeshError(f"mesh axis '{label}{name}' is unknown: {nearest(name, axes)}")
-                if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and (size != -1 or label)):
+                if isinstance(size, bool) or not isinstance(size, Integral) or (size < 1 and (size != -1 or label)):
                     allowed = "a whole number of slices, 1 or more" if label else "1 or more, or -1 for what is left"
                     raise MeshError(f"mesh axis {label}{name}={size!r}: write {allowed}")
         free = [name for name, size in ici.items() if size == -1]
@@ -204,11 +205,12 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         _one_of(self.kernel, AttentionKernel, "attention_kernel")
         _one_of(self.context, ContextAttention, "context_attention")
-        if self.flash_min_seq_length < 0:
+        least = self.flash_min_seq_length
+        if isinstance(least, bool) or not isinstance(least, Integral) or least < 0:
             raise UsageError(f"flash_min_seq_length={self.flash_min_seq_length}: write 0 or more tokens")
         if self.ulysses is None:
             return
-        if isinstance(self.ulysses, bool) or not isinstance(self.ulysses, int) or self.ulysses < 1:
+        if isinstance(self.ulysses, bool) or not isinstance(self.ulysses, Integral) or self.ulysses < 1:
             raise UsageError(f"ulysses_degree={self.ulysses!r}: write a number of devices, 1 or more, or leave it out")
         if self.context != "hybrid":
             raise UsageError(
@@ -279,7 +281,7 @@ class PipelineSpec:
             ("pipeline_patches", self.patches),
             ("pipeline_warmup_steps", self.warmup_steps),
         ):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
                 raise UsageError(f"{name}={value!r}: write a whole number, 1 or more, or leave it out")
         if self.schedule == "gpipe" and (self.repeats or 1) > 1:
             raise UsageError(

@@ -114,3 +114,26 @@ def test_what_is_refused(given):
         classifier_free(model(weight), scale=2.0, rescale=1.5)
     with pytest.raises(UsageError, match="CondPair"):
         classifier_free(model(weight), scale=2.0)((), x, timestep, cond.positive)
+    for mode in ("batched", "sequential"):
+        with pytest.raises(UsageError, match="needs a negative condition"):
+            classifier_free(model(weight), scale=2.0, mode=mode)((), x, timestep, CondPair(cond.positive, None))
+    with pytest.raises(UsageError, match=r"guidance scale has shape \(3,\): give one number, or one for each of"):
+        classifier_free(model(weight), scale=np.ones(3))((), x, timestep, cond)
+    shared = CondPair(*({**half, "ids": jnp.zeros((len(x) + 1, 3))} for half in cond))
+    with pytest.raises(UsageError, match=r"an array of shape .* is not one entry for each of"):
+        classifier_free(model(weight), scale=2.0)((), x, timestep, shared)
+
+
+def test_scalars_of_a_condition_are_those_of_every_sample(given):
+    weight, x, _, cond = given
+    seen = []
+
+    def denoiser(cache, x, timestep, cond):
+        seen.append((timestep.shape, cond["strength"].shape))
+        return model(weight)(cache, x, timestep, {"text": cond["text"]})
+
+    pair = CondPair(*({**half, "strength": 3.5} for half in cond))
+    one = jnp.float32(0.25)
+    got = classifier_free(denoiser, scale=2.0)((), x, one, pair)[1]
+    np.testing.assert_array_equal(got, classifier_free(model(weight), scale=2.0)((), x, jnp.full(len(x), one), cond)[1])
+    assert seen == [((2 * len(x),), (2 * len(x),))]

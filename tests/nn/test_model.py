@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from maxdiffusion.common_types import BlockSizes
 from maxdiffusion.errors import LayoutWarning, RuleError, UsageError
+from maxdiffusion.log import say_once
 from maxdiffusion.nn.linear import Dense
 from maxdiffusion.nn.model import EXECUTION, DiffusionModel, keyword_names
 from maxdiffusion.specs import PipelineSpec, RematSpec
@@ -94,6 +95,11 @@ def test_keywords_become_one_runtime(data_model: Mesh) -> None:
         ({"context_attention": "rings"}, "did you mean 'ring'"),
         ({"ulysses_degree": 4}, "context_attention='auto': write context_attention='hybrid'"),
         ({"flash_min_seq_length": -1}, "flash_min_seq_length=-1"),
+        ({"flash_min_seq_length": "1024"}, "flash_min_seq_length=1024: write 0 or more tokens"),
+        ({"flash_min_seq_length": 10.5}, "flash_min_seq_length=10.5"),
+        ({"scan_layers": "false"}, "scan_layers='false': write True or False"),
+        ({"strict": 1}, "strict=1: write True or False"),
+        ({"mesh": "data=8"}, "mesh='data=8' is no mesh of devices: give a jax.sharding.Mesh"),
         ({"dtype": "bflat16"}, "dtype='bflat16' is no dtype"),
         ({"weights_dtype": jnp.int32}, "weights_dtype=int32 is no floating dtype"),
         ({"dtype": "float64"}, "dtype=float64 would become float32: write 'float32', or set JAX_ENABLE_X64=1"),
@@ -103,6 +109,44 @@ def test_a_value_that_cannot_work_is_refused_at_construction(keywords: dict[str,
     with pytest.raises(UsageError) as caught:
         Line(**keywords)
     assert message in str(caught.value)
+
+
+def test_whole_numbers_of_numpy_are_numbers() -> None:
+    blocks = BlockSizes(block_q=np.int64(8), block_k=np.int32(16))  # type: ignore[arg-type]
+    model = Line(pipeline_microbatches=np.int64(2), flash_min_seq_length=np.int64(3), flash_block_sizes=blocks)
+    assert model == Line(
+        pipeline_microbatches=2, flash_min_seq_length=3, flash_block_sizes=BlockSizes(block_q=8, block_k=16)
+    )
+
+
+def test_rules_that_can_be_gone_through_once_stay(tensor: Mesh) -> None:
+    """Flax copies a model when it is applied."""
+    rules = {"embed": "tensor", "heads": None}
+    wanted = Line(mesh=tensor, logical_axis_rules=list(rules.items()))
+    for given in (zip(rules, rules.values(), strict=True), rules.items(), iter(rules.items())):
+        model = Line(mesh=tensor, logical_axis_rules=given)  # type: ignore[arg-type]
+        assert model.clone() == model == wanted
+        assert model.clone().layout.rules == wanted.layout.rules
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"pipeline_schedule": "circular"},
+        {"context_attention": "ring"},
+        {"context_attention": "hybrid", "ulysses_degree": 2},
+    ],
+)
+def test_other_wishes_that_do_nothing_on_the_mesh_are_said(
+    wish: dict[str, Any], tensor: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    say_once.cache_clear()
+    with caplog.at_level("WARNING"):
+        Line(mesh=tensor, **wish)
+    (said,) = caplog.messages
+    assert said.startswith(", ".join(f"{name}={value}" for name, value in wish.items())) and "of no use on" in said
+    with pytest.raises(UsageError, match="of no use on the mesh"):
+        Line(mesh=tensor, strict=True, **wish)
 
 
 def test_microbatches_without_stages_are_said_to_do_nothing(tensor: Mesh, caplog: pytest.LogCaptureFixture) -> None:

@@ -50,7 +50,8 @@ def classifier_free(
 
     Raises:
         UsageError: an unknown mode, a scale that is not finite, or rescale outside 0 .. 1; when called, a condition
-            that is not a `CondPair`, or halves of different shapes in `batched` mode.
+            that is not a `CondPair` or has no negative half, a scale of another shape, or, in `batched` mode, halves of
+            different shapes or with arrays that are not of the samples.
     """
     if mode not in get_args(Mode):
         raise UsageError(f"guidance mode {mode!r}: {nearest(str(mode), get_args(Mode))}")
@@ -67,6 +68,14 @@ def classifier_free(
             raise UsageError(f"guidance needs CondPair(positive, negative), not {type(cond).__name__}")
         if isinstance(scale, int | float) and scale == 1:
             return denoiser(cache, x, timestep, cond.positive)
+        if cond.negative is None:
+            raise UsageError(
+                f"guidance scale {scale} needs a negative condition: give that of the empty text, or scale 1"
+            )
+        if jnp.shape(scale) not in ((), x.shape[:1]):
+            raise UsageError(
+                f"guidance scale has shape {jnp.shape(scale)}: give one number, or one for each of {x.shape[0]} samples"
+            )
         cache, positive, negative = call(denoiser, cache, x, timestep, cond)
         positive, negative = positive.astype(jnp.float32), negative.astype(jnp.float32)
         mixed = negative + over_batch(jnp.asarray(scale, jnp.float32), x) * (positive - negative)
@@ -78,11 +87,19 @@ def classifier_free(
 def _batched(
     denoiser: Denoiser, cache: CacheState, x: Array, timestep: Array, cond: CondPair
 ) -> tuple[CacheState, Array, Array]:
+    batch = x.shape[0]
+    timestep, cond = jax.tree.map(lambda leaf: leaf if jnp.ndim(leaf) else jnp.full(batch, leaf), (timestep, cond))
     shapes = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), half) for half in cond]
     if shapes[0] != shapes[1]:
         raise UsageError(
             f"positive and negative conditions differ, {shapes[0]} and {shapes[1]}: "
             "pad them to one shape, or use mode='sequential'"
+        )
+    shared = [leaf.shape for leaf in jax.tree.leaves(cond) if leaf.shape[0] != batch]
+    if shared:
+        raise UsageError(
+            f"a condition has an array of shape {shared[0]}, which is not one entry for each of {batch} samples: "
+            "repeat it for them, or use mode='sequential'"
         )
     both = jax.tree.map(interleave, cond.positive, cond.negative)
     cache, output = denoiser(cache, interleave(x, x), interleave(timestep, timestep), both)

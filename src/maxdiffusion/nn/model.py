@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
@@ -18,7 +19,7 @@ from maxdiffusion.errors import UsageError, nearest
 from maxdiffusion.nn.parameters import initial_values, parameter_names
 from maxdiffusion.nn.quantisation import Storage, checked, ledger, storages, storing
 from maxdiffusion.parallel.layout import Layout
-from maxdiffusion.parallel.pipeline import say_idle, say_no_stages, stage_axes
+from maxdiffusion.parallel.pipeline import say_idle, stage_axes
 from maxdiffusion.parallel.report import path_name
 from maxdiffusion.runtime import Runtime
 from maxdiffusion.specs import QUANT_FIELDS, QWIX_WITHOUT_MODE, AttentionSpec, PipelineSpec, QuantSpec, RematSpec
@@ -348,8 +349,9 @@ EXECUTION = keyword_names(DiffusionModel)
 
 
 def _frozen(value: Any) -> Any:
-    """Lists as tuples, at any depth: a model is hashable."""
-    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
+    """Lists, and what can be gone through but once, as tuples, at any depth: a model is hashable, and is copied."""
+    listed = isinstance(value, list | tuple | Iterator | ItemsView)
+    return tuple(_frozen(item) for item in value) if listed else value
 
 
 def _fold(model: DiffusionModel) -> Runtime:
@@ -358,6 +360,10 @@ def _fold(model: DiffusionModel) -> Runtime:
     Raises:
         UsageError: a keyword's value cannot work.
     """
+    for flag in fields(model):
+        value = getattr(model, flag.name)
+        if flag.type in ("bool", bool) and not isinstance(value, bool | np.bool_):
+            raise UsageError(f"{flag.name}={value!r}: write True or False")
     if model.use_qwix_quantization and not model.quantization:
         raise UsageError(QWIX_WITHOUT_MODE)
     usual = type(model).usually_excluded(model.quantization)
@@ -406,7 +412,14 @@ def _fold(model: DiffusionModel) -> Runtime:
         patches=model.pipeline_patches,
         warmup_steps=model.pipeline_warmup_steps,
     )
-    say_no_stages(layout, pipeline)
+    if not stages:
+        wishes: dict[str, Any] = {"pipeline_microbatches": pipeline.microbatches, "pipeline_repeats": pipeline.repeats}
+        wishes["pipeline_schedule"] = None if pipeline.schedule == "gpipe" else pipeline.schedule
+        layout.say_of_no_use(wishes, "holds stages: give the mesh an axis 'stage' that the rules leave to layers")
+    if layout.divisor("activation_length") == 1:
+        wishes = {"context_attention": None if attention.context == "auto" else attention.context}
+        wishes["ulysses_degree"] = attention.ulysses
+        layout.say_of_no_use(wishes, "cuts sequences: give the mesh an axis 'context' that the rules leave to tokens")
     return Runtime(
         layout=layout,
         dtype=float_dtype(model.dtype, "dtype"),

@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiffusion.common_types import LogicalAxisRules
-from maxdiffusion.errors import IndivisibleError, LayoutWarning, MeshError, RuleError
+from maxdiffusion.errors import IndivisibleError, LayoutWarning, MeshError, RuleError, UsageError
 from maxdiffusion.log import say_once
 from maxdiffusion.parallel import explicit
 from maxdiffusion.parallel import rules as rule_table
@@ -62,11 +62,16 @@ class Layout:
 
         Raises:
             RuleError: a rule names an unknown logical axis or mesh axis, or there is no such preset.
-            MeshError: an axis of the mesh is Manual.
+            MeshError: it is no mesh, or an axis of it is Manual.
 
         Warns:
             LayoutWarning: a mesh axis is named by no rule, so devices along it would repeat the same work.
         """
+        if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+            raise MeshError(
+                f"mesh={mesh!r} is no mesh of devices: give a jax.sharding.Mesh, such as build_mesh(MeshSpec(data=8)) "
+                "of maxdiffusion.parallel.mesh makes"
+            )
         names = None if mesh is None else mesh.axis_names
         complete = rule_table.complete(rules, names)
         if mesh is not None:
@@ -77,6 +82,26 @@ class Layout:
             if strict and mesh.size > 1 and not isinstance(rules, str):
                 _say_skipped(mesh, complete)
         return cls(mesh=mesh, rules=complete, strict=strict)
+
+    def say_of_no_use(self, wishes: Mapping[str, Any], lacks: str) -> None:
+        """Says once in the log that wishes do nothing on this mesh of several devices.
+
+        Args:
+            wishes: keywords and what they were given; None where nothing was.
+            lacks: behind "no axis": what none does, and the cure.
+
+        Raises:
+            UsageError: under `strict`.
+        """
+        given = [f"{name}={value}" for name, value in wishes.items() if value is not None]
+        if not given or self.num_devices == 1:
+            return
+        are, them = ("is", "it") if len(given) == 1 else ("are", "them")
+        where = self.written(self.sizes)
+        text = f"{', '.join(given)} {are} of no use on the mesh {where}, where no axis {lacks}, or leave {them} out"
+        if self.strict:
+            raise UsageError(f"{text} (strict)")
+        say_once(log, text)
 
     @property
     def sizes(self) -> dict[str, int]:

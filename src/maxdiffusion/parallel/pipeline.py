@@ -184,30 +184,6 @@ def say_idle(layout: Layout, axes: tuple[str, ...], cause: str) -> None:
     warnings.warn(text, LayoutWarning, stacklevel=3)
 
 
-def say_no_stages(layout: Layout, spec: PipelineSpec) -> None:
-    """Says once in the log that wishes of a pipeline do nothing on a mesh of several devices without stages.
-
-    Args:
-        layout: mesh and rules.
-        spec: the wishes.
-
-    Raises:
-        UsageError: under `strict`.
-    """
-    wishes = {"pipeline_microbatches": spec.microbatches, "pipeline_repeats": spec.repeats}
-    given = [f"{name}={value}" for name, value in wishes.items() if value is not None]
-    if not given or layout.num_devices == 1 or stage_axes(layout):
-        return
-    text = (
-        f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} of no use on the mesh "
-        f"{layout.written(layout.sizes)}, where no axis holds stages: give the mesh an axis 'stage', or leave "
-        f"{'it' if len(given) == 1 else 'them'} out"
-    )
-    if layout.strict:
-        raise UsageError(f"{text} (strict)")
-    say_once(log, text)
-
-
 def plan(layout: Layout, spec: PipelineSpec, *, num_layers: int, batch: int, name: str) -> Plan:
     """The pipeline of a stack; says once in the log what it will be, and why.
 
