@@ -85,6 +85,13 @@ def test_layers_are_chosen_by_expressions(caplog: pytest.LogCaptureFixture) -> N
     assert "quantization=int8: 4 of 52 kernels" in caplog.text
 
 
+def test_stored_kernels_are_not_stored_again() -> None:
+    model = lookup("flux-dev").build("tiny", quantization="int8")
+    stored = model.quantize_weights(model.init_weights(jax.random.key(0)))
+    with pytest.raises(UsageError, match="stored quantised already"):
+        model.quantize_weights(stored)
+
+
 @pytest.mark.parametrize(
     ("mode", "kind", "emulated"),
     [
@@ -135,6 +142,10 @@ def test_an_expression_that_does_nothing_is_refused(keywords: dict[str, Any], me
     [
         ({"quantization": "int9"}, "quantization='int9' is unknown"),
         ({"use_qwix_quantization": True}, "use_qwix_quantization=True says too little"),
+        (
+            {"quantization": "int8", "quantization_exclude": ".*attn.*"},
+            r"write a list of regular expressions, such as \['\.\*attn\.\*'\]",
+        ),
         ({"qwix_module_path": ".*attn.*"}, "qwix_module_path='.*attn.*' is of no use without quantization"),
         ({"quantization": "int8", "qwix_module_path": "("}, r"qwix_module_path='\(' is no regular expression"),
         (

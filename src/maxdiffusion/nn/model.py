@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from maxdiffusion.common_types import BlockSizes, LogicalAxisRules
 from maxdiffusion.errors import UsageError, nearest
+from maxdiffusion.kernels.stored import is_stored
 from maxdiffusion.nn.parameters import initial_values, parameter_names
 from maxdiffusion.nn.quantisation import Storage, checked, ledger, storages, storing
 from maxdiffusion.parallel.layout import Layout
@@ -287,9 +288,11 @@ class DiffusionModel(nn.Module, kw_only=True):
             params: from `init_weights` or trained, laid out anyhow.
 
         Raises:
-            UsageError: the model has no `quantization`.
+            UsageError: the model has no `quantization`, or kernels are stored quantised already.
         """
         kernels = self.storages()
+        if any(map(is_stored, jax.tree.leaves(params, is_leaf=is_stored))):
+            raise UsageError("kernels of these parameters are stored quantised already: give those that they came from")
         shapes, names = self.abstract_params()
 
         def store(path: Any, leaf: Array, sharding: Any) -> Any:
@@ -366,6 +369,9 @@ def _fold(model: DiffusionModel) -> Runtime:
             raise UsageError(f"{flag.name}={value!r}: write True or False")
     if model.use_qwix_quantization and not model.quantization:
         raise UsageError(QWIX_WITHOUT_MODE)
+    if isinstance(model.quantization_exclude, str):
+        one = model.quantization_exclude
+        raise UsageError(f"quantization_exclude={one!r}: write a list of regular expressions, such as [{one!r}]")
     usual = type(model).usually_excluded(model.quantization)
     quant = QuantSpec(
         mode=model.quantization,  # pyright: ignore[reportArgumentType]  the spec checks the name
