@@ -196,6 +196,10 @@ class DiffusionModel(nn.Module, kw_only=True):
             object.__setattr__(self, name, _frozen(getattr(self, name)))
         object.__setattr__(self, "_runtime", _fold(self))
         self.validate()
+        for flag in fields(self):
+            value = getattr(self, flag.name)
+            if flag.type in ("bool", bool) and not isinstance(value, bool | np.bool_):
+                raise UsageError(f"{flag.name}={value!r}: write True or False")
         super().__post_init__()
 
     def validate(self) -> None:
@@ -363,10 +367,6 @@ def _fold(model: DiffusionModel) -> Runtime:
     Raises:
         UsageError: a keyword's value cannot work.
     """
-    for flag in fields(model):
-        value = getattr(model, flag.name)
-        if flag.type in ("bool", bool) and not isinstance(value, bool | np.bool_):
-            raise UsageError(f"{flag.name}={value!r}: write True or False")
     if model.use_qwix_quantization and not model.quantization:
         raise UsageError(QWIX_WITHOUT_MODE)
     if isinstance(model.quantization_exclude, str):
