@@ -10,7 +10,7 @@ products and memory one after the other, and wholly at the same time. The compil
 where they have one (TPUs). Their estimate of time is not used: it takes int8 for as slow as bfloat16, and a kernel for
 -1 second.
 
-jax 0.10 cannot print programs for TPU 7x: that row needs a newer one (Python 3.12 or later, `make aot PYTHON=...`).
+jax 0.10 cannot print this program for TPU 7x: that row needs a newer one (Python 3.12 or later, `make aot PYTHON=...`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from maxdiffusion.errors import nearest
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -164,6 +166,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object a target")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    for target in asked.targets.split(","):
+        if target not in CHIPS:
+            parser.error(f"--targets {target}: {nearest(target, CHIPS)}")
     if asked.here:
         sys.stdout.write(json.dumps({"rows": rows(asked.targets, asked.gradients)}) + "\n")
         return

@@ -112,7 +112,8 @@ def test_a_value_that_cannot_work_is_refused_at_construction(keywords: dict[str,
 
 
 def test_whole_numbers_of_numpy_are_numbers() -> None:
-    blocks = BlockSizes(block_q=np.int64(8), block_k=np.int32(16))  # type: ignore[arg-type]
+    sizes: dict[str, Any] = {"block_q": np.int64(8), "block_k": np.int32(16)}
+    blocks = BlockSizes(**sizes)
     model = Line(pipeline_microbatches=np.int64(2), flash_min_seq_length=np.int64(3), flash_block_sizes=blocks)
     assert model == Line(
         pipeline_microbatches=2, flash_min_seq_length=3, flash_block_sizes=BlockSizes(block_q=8, block_k=16)
@@ -123,8 +124,9 @@ def test_rules_that_can_be_gone_through_once_stay(tensor: Mesh) -> None:
     """Flax copies a model when it is applied."""
     rules = {"embed": "tensor", "heads": None}
     wanted = Line(mesh=tensor, logical_axis_rules=list(rules.items()))
-    for given in (zip(rules, rules.values(), strict=True), rules.items(), iter(rules.items())):
-        model = Line(mesh=tensor, logical_axis_rules=given)  # type: ignore[arg-type]
+    once: tuple[Any, ...] = (zip(rules, rules.values(), strict=True), rules.items(), iter(rules.items()))
+    for given in once:
+        model = Line(mesh=tensor, logical_axis_rules=given)
         assert model.clone() == model == wanted
         assert model.clone().layout.rules == wanted.layout.rules
 

@@ -63,11 +63,11 @@ def ledger(params: Any, quant: QuantSpec) -> tuple[QuantRow, ...]:
     return tuple(rows)
 
 
-_WITHOUT_FLOAT8 = ("cpu", *(f"TPU v{version}" for version in range(2, 7)), "Tesla", "NVIDIA A")
-"""Beginnings of the names of devices whose matrix units do not multiply float8.
+_FLOAT8 = re.compile(r"TPU ?v?7|NVIDIA (H|GH|B|GB|L|RTX PRO|.* Ada |GeForce RTX [45]0)")
+"""How the names of devices begin whose matrix units multiply float8 e4m3.
 
-TPUs do from 7x on (Google Cloud's pages of each version), NVIDIA's from compute capability 8.9 on, later than Ampere's
-(CUDA's table of precisions)."""
+TPUs do from 7x on (Google Cloud's pages of each version), NVIDIA's from compute capability 8.9 on: Ada, Hopper and
+Blackwell (CUDA's table of precisions). Others are taken not to."""
 
 
 def checked(rows: Sequence[QuantRow], quant: QuantSpec, *, device_kind: str, own: Sequence[str] = ()) -> None:
@@ -102,11 +102,11 @@ def checked(rows: Sequence[QuantRow], quant: QuantSpec, *, device_kind: str, own
         f"left out by {QUANT_KEYWORDS['modules']} and {QUANT_KEYWORDS['exclude']}: {len(rows) - len(done)}",
         logging.INFO,
     )
-    if (quant.mode or "").startswith("fp8") and device_kind.startswith(_WITHOUT_FLOAT8):
+    if (quant.mode or "").startswith("fp8") and not _FLOAT8.match(device_kind):
         say_once(
             log,
-            f"quantization={quant.mode}: float8 products are emulated on {device_kind!r}, which has none: the same "
-            "values, multiplied as wider numbers, in no less time",
+            f"quantization={quant.mode}: float8 products are emulated on {device_kind!r}, which is not known to have "
+            "any: the same values, multiplied as wider numbers, in no less time",
             logging.INFO,
         )
 

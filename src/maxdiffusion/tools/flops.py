@@ -52,8 +52,8 @@ def flops(text: str) -> Flops:
         if one.operation == "custom-call":
             target = re.search(r'custom_call_target="([^"]*)"', one.rest)
             calls[target[1] if target else "?"] += one.count
-        elif one.operation in ("dot", "convolution"):
-            found = one.count * (_of_dot(one) if one.operation == "dot" else _of_convolution(one))
+        elif one.operation in _PRODUCTS:
+            found = one.count * _PRODUCTS[one.operation](one)
             totals[one.operation] += found
             totals["unknown"] += found * one.in_loop_of_unknown_length
     return Flops(
@@ -72,9 +72,9 @@ def products(text: str) -> Counter[tuple[str, str]]:
     """
     found = Counter[tuple[str, str]]()
     for one in instructions(text):
-        if one.operation in ("dot", "convolution"):
-            of = _of_dot if one.operation == "dot" else _of_convolution
-            found[arrays_of(one.operand(0))[0][0], arrays_of(one.operand(1))[0][0]] += one.count * of(one)
+        if one.operation in _PRODUCTS:
+            dtypes = arrays_of(one.operand(0))[0][0], arrays_of(one.operand(1))[0][0]
+            found[dtypes] += one.count * _PRODUCTS[one.operation](one)
     return found
 
 
@@ -102,6 +102,9 @@ def _of_convolution(one: Instruction) -> int:
         sizes = inputs[of_input.index(digit)], kernel[of_kernel.index(digit)], output[of_output.index(digit)]
         pairs *= _meetings(sizes, window, dim)
     return 2 * pairs
+
+
+_PRODUCTS = {"dot": _of_dot, "convolution": _of_convolution}
 
 
 def _window(rest: str) -> dict[str, list[str]]:

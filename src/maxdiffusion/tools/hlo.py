@@ -9,10 +9,10 @@ from dataclasses import dataclass
 _COMPUTATION = re.compile(
     r"^(ENTRY )?%?([\w.\-]+)[^\n]*\{\n(.*?)^\}(?:, execution_thread=\S+)?$", re.MULTILINE | re.DOTALL
 )
-_TUPLE = r"\((?:[^()]|\([^()]*\))*\)"
-for _ in range(2):  # asynchronous calls make tuples of tuples of arrays, whose layouts have parentheses
-    _TUPLE = _TUPLE.replace(r"\([^()]*\)", r"\((?:[^()]|\([^()]*\))*\)")
-_INSTRUCTION = re.compile(rf"^\s*(?:ROOT )?%?([\w.\-]+) = ({_TUPLE}|\S+) ([\w\-]+)\((.*)$", re.MULTILINE)
+_INSIDE = r"[^()]*"
+for _ in range(3):  # asynchronous calls make tuples of tuples of arrays, whose layouts have parentheses
+    _INSIDE = rf"(?:[^()]|\({_INSIDE}\))*"
+_INSTRUCTION = re.compile(rf"^\s*(?:ROOT )?%?([\w.\-]+) = (\({_INSIDE}\)|\S+) ([\w\-]+)\((.*)$", re.MULTILINE)
 _SHAPE = re.compile(r"([a-z][a-z0-9]*)\[([0-9,]*)\]")
 _CALLED = re.compile(
     r"(?:calls|body|condition|branch_computations|true_computation|false_computation)=(?:\{([^}]*)\}|(%?[\w.\-]+))"
