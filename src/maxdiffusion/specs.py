@@ -402,13 +402,13 @@ QWIX_WITHOUT_MODE = 'use_qwix_quantization=True says too little: write quantizat
 
 def _calibration(value: str, keyword: str) -> None:
     """Refuses what is no symmetric calibration."""
-    method, _, number = str(value).partition(",")
+    method, comma, number = str(value).partition(",")
     wants = {"absmax": False, "rms": True, "fixed": True}
     usual = f"write absmax, absmax,0.9, rms,7 or fixed,10 for {keyword}"
     if method not in wants:
         raise UsageError(f"{keyword}={value!r} is unknown: {usual}")
     try:
-        valid = float(number) > 0 if number else not wants[method]
+        valid = 0 < float(number) < math.inf if comma else not wants[method]
     except ValueError:
         valid = False
     if not valid:

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from maxdiffusion.errors import UsageError
 from maxdiffusion.kernels.halo import Window, convolution
-from maxdiffusion.kernels.quantised import product
+from maxdiffusion.kernels.quantised import MOST_TERMS, product
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.specs import QuantSpec
 
@@ -105,6 +106,41 @@ def test_what_a_calibration_clips_has_no_gradient() -> None:
     _close(y, np.clip(x, -1, 1) @ np.clip(kernel, *(s * 0.5 * np.abs(kernel).max(0) for s in (-1, 1))), 2e-2)
 
 
+@pytest.mark.parametrize("calibration", ["absmax", "absmax,0.5", "rms,7", "fixed,10"])
+@pytest.mark.parametrize("mode", ["int8", "fp8"])
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_so(mode: Any, calibration: str, broken: float) -> None:
+    """In the rows that sum over it, and nowhere else: integers have no NaN."""
+    x, kernel = _values(4, 16), _values(16, 8, seed=1)
+    x[1, 3] = broken
+    spec = QuantSpec(mode=mode, activations=calibration, weights=calibration)
+    finite = np.isfinite(product(x, kernel, 1, spec))
+    np.testing.assert_array_equal(finite, np.arange(4)[:, None].repeat(8, 1) != 1)
+    kernel[2, 5] = broken
+    finite &= np.isfinite(product(np.nan_to_num(x, nan=0, posinf=0, neginf=0), kernel, 1, spec))
+    assert finite.sum() == 3 * 7
+
+
+@pytest.mark.parametrize("mode", ["int8", "fp8", "fp8_full"])
+def test_rows_of_zeros_are_zeros(mode: Any) -> None:
+    """Neither their products nor their gradients are divided by a scale of nothing."""
+    x, kernel, g = _values(4, 16), _values(16, 8, seed=1), _values(4, 8, seed=2)
+    x[2], kernel[:, 3], g[1] = 0, 0, 0
+    y, pull = jax.vjp(functools.partial(product, num_inputs=1, spec=QuantSpec(mode=mode)), x, kernel)
+    dx, dkernel = map(np.asarray, pull(jnp.asarray(g)))
+    assert not np.asarray(y)[2].any() and not np.asarray(y)[:, 3].any() and not dx[1].any()
+    assert all(np.isfinite(made).all() and np.abs(made).sum() for made in (np.asarray(y), dx, dkernel))
+
+
+def test_sums_that_int32_cannot_hold_are_refused() -> None:
+    spec = QuantSpec(mode="int8")
+    most = np.ones((1, MOST_TERMS), np.float32)
+    assert product(most, most.T, 1, spec) == pytest.approx(MOST_TERMS, rel=F32)
+    more = np.ones((1, MOST_TERMS + 1), np.float32)
+    with pytest.raises(UsageError, match=r"sums over 131,072 inputs.*quantization_exclude"):
+        product(more, more.T, 1, spec)
+
+
 @pytest.mark.parametrize("mode", ["int8", "fp8", "fp8_full"])
 def test_a_convolution_is_the_product_of_its_windows(mode: Any) -> None:
     """One scale a feature map instead of one a row is all that differs, so the maps here have one element a row."""
@@ -144,6 +180,28 @@ def test_a_convolution_for_gpus_multiplies_the_same_values_wider(
     got = run()
     assert got.dtype == dtype
     _close(got, np.asarray(wanted, np.float64), F32 if dtype == jnp.float32 else 2**-8)
+
+
+def test_backward_convolutions_of_a_bfloat16_model_multiply_bfloat16() -> None:
+    """Which hold all values of both float8 types; the sums are rounded once more, by at most one part in 256."""
+    x, kernel, window = _values(2, 6, 4, 8), _values(3, 3, 8, 8, seed=1), Window(size=3, before=1, after=1)
+
+    def pulled(dtype: Any) -> Any:
+        def convolve(x: Any, kernel: Any) -> Any:
+            quant = QuantSpec(mode="fp8_full")
+            return convolution(x, kernel, rows=window, columns=window, layout=Layout(), quant=quant)
+
+        y, pull = jax.vjp(convolve, *(jnp.asarray(given, jnp.bfloat16).astype(dtype) for given in (x, kernel)))
+        g = jnp.asarray(_values(*y.shape, seed=2), jnp.bfloat16).astype(dtype)
+        products = re.findall(r":(\w+)\[[0-9,]*\] = conv_general_dilated", str(jax.make_jaxpr(pull)(g)))
+        return pull(g), products
+
+    narrow, in_bfloat16 = pulled(jnp.bfloat16)
+    wide, in_float32 = pulled(jnp.float32)
+    assert set(in_bfloat16) == {"bf16"} and set(in_float32) == {"f32"}
+    for got, wanted in zip(narrow, wide, strict=True):
+        assert got.dtype == jnp.bfloat16
+        _close(got, np.asarray(wanted, np.float64), 2**-7)  # rounded before the scale, and behind it
 
 
 def test_padded_rows_have_no_say_in_the_scales() -> None:

@@ -84,10 +84,11 @@ def test_groups_divide_the_inputs() -> None:
 
 def test_stacked_kernels_have_scales_of_their_own() -> None:
     kernels = _values(3, 64, 5)
-    for how in ("int8", "int4"):
-        both = stored(jnp.asarray(kernels), how, inputs=1, features=1)
+    for how, calibration in itertools.product(("int8", "fp8", "int4"), ("absmax", "rms,7", "fixed,1")):
+        both = stored(jnp.asarray(kernels), how, inputs=1, features=1, calibration=calibration)
         for index in range(3):
-            one = stored(jnp.asarray(kernels[index]), how, inputs=1, features=1)
+            one = stored(jnp.asarray(kernels[index]), how, inputs=1, features=1, calibration=calibration)
+            assert one.scale.shape == ((2, 5) if how == "int4" else (1, 5))
             jax.tree.map(np.testing.assert_array_equal, both.parts(lambda part, i=index: part[i]), one)
 
 
@@ -96,3 +97,11 @@ def test_a_rounded_kernel_is_what_is_stored_and_has_its_gradient() -> None:
     made, pull = jax.vjp(lambda kernel: rounded(kernel, 1, "absmax", "int4"), kernel)
     np.testing.assert_array_equal(made, stored(kernel, "int4", inputs=1, features=1).whole(jnp.float32))
     np.testing.assert_array_equal(pull(kernel)[0], kernel)
+
+
+def test_a_rounded_kernel_has_no_gradient_where_it_is_clipped() -> None:
+    kernel = jnp.asarray(_values(64, 5))
+    _, pull = jax.vjp(lambda kernel: rounded(kernel, 1, "fixed,1", "int4"), kernel)
+    beyond = np.abs(kernel) > 7.5 * np.float32(jnp.bfloat16(1 / 7.5))
+    assert 0 < beyond.sum() < beyond.size
+    np.testing.assert_array_equal(pull(jnp.ones_like(kernel))[0], np.where(beyond, 0, 1))

@@ -172,6 +172,13 @@ def test_an_expression_that_does_nothing_is_refused(keywords: dict[str, Any], me
             {"quantization": "int8", "weight_quantization_calibration_method": "rms"},
             "weight_quantization_calibration_method='rms' needs one number",
         ),
+        *(
+            (
+                {"quantization": "int8", "weight_quantization_calibration_method": value},
+                f"weight_quantization_calibration_method='{value}' needs one number",
+            )
+            for value in ("fixed,inf", "fixed,nan", "absmax,", "rms,-1", "absmax,0.9,2")
+        ),
     ],
 )
 def test_values_that_cannot_work_are_refused_at_construction(keywords: dict[str, Any], message: str) -> None:

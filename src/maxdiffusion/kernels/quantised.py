@@ -7,6 +7,7 @@ of the kernel. On a mesh these are the whole ones, so quantised values do not de
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from maxdiffusion.kernels.scales import quantised
+from maxdiffusion.errors import UsageError
+from maxdiffusion.kernels.scales import clipped, quantised
 from maxdiffusion.kernels.stored import Stored
-from maxdiffusion.specs import QuantSpec
+from maxdiffusion.specs import QUANT_KEYWORDS, QuantSpec
 
 FORWARD = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "fp8_full": jnp.float8_e4m3fn}
 """What the operands of the forward pass are, by mode."""
@@ -120,15 +122,30 @@ those of a large batch come near."""
 def _dot(a: Array, b: Array, of_a: Sequence[int], of_b: Sequence[int], precision: Any = None) -> Float[Array, "..."]:
     """`a` and `b` contracted over these dimensions: small values with sums of 32 bits, others as they are."""
     small = a.dtype.itemsize == 1
-    sums = _sums(a.dtype) if small else None
+    sums = _sums(a.dtype, math.prod(a.shape[axis] for axis in of_a)) if small else None
     contracted = ((tuple(of_a), tuple(of_b)), ((), ()))
     y = jax.lax.dot_general(a, b, contracted, precision=precision, preferred_element_type=sums)
     return y.astype(jnp.float32) if small else y
 
 
-def _sums(dtype: Any) -> Any:
-    """What products of such values are added up in."""
-    return jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
+def _sums(dtype: Any, terms: int) -> Any:
+    """What so many products of such values are added up in.
+
+    Raises:
+        UsageError: a sum could be larger than 32 bits hold.
+    """
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return jnp.float32
+    if terms > MOST_TERMS:
+        raise UsageError(
+            f"quantization: a product sums over {terms:,} inputs, and int32 holds {MOST_TERMS:,} products of int8: "
+            f"leave that layer out with {QUANT_KEYWORDS['exclude']}, or write quantization='fp8'"
+        )
+    return jnp.int32
+
+
+MOST_TERMS = (2**31 - 1) // 128**2
+"""How many products of two int8 values int32 holds the sum of, whatever they are."""
 
 
 def _behind(scale: Array, kept: int, added: int) -> Array:
@@ -153,8 +170,9 @@ def convolution(
 ) -> Float[Array, "batch h w features"]:
     """A convolution of quantised operands, as `product`; a sample's feature map has one scale.
 
-    With a backward dtype, the quantised gradient and the quantised operands are multiplied as float32 numbers, which
-    hold all their values and products: no compiler here convolves two float8 types that differ.
+    With a backward dtype, the quantised gradient and the quantised operands are multiplied as wider numbers, which
+    hold all their values: no compiler here convolves two float8 types that differ. In a bfloat16 model these are
+    bfloat16, and a sum is rounded once before its scale as well; else float32.
 
     Args:
         x: any floating dtype; channels last.
@@ -172,7 +190,8 @@ def _convolution(
     x: Array, kernel: Array | Stored, run: Callable[..., Array], spec: QuantSpec
 ) -> tuple[Array, tuple[Array, Array | Stored]]:
     a, b = _operands(x, kernel, (0,), (3,), spec)
-    y = run(a.qvalue, b.qvalue, _sums(a.qvalue.dtype)).astype(jnp.float32) * a.scale * b.scale
+    sums = _sums(a.qvalue.dtype, math.prod(kernel.shape[:-1]))
+    y = run(a.qvalue, b.qvalue, sums).astype(jnp.float32) * a.scale * b.scale
     return y.astype(x.dtype), (x, kernel)
 
 
@@ -186,10 +205,11 @@ def _convolution_gradients(
         return jax.vjp(lambda x, kernel: run(x, kernel, None), x, kernel)[1](g)
 
     if spec.mode in BACKWARD:
-        x_values, kernel_values = a.qvalue.astype(jnp.float32), b.qvalue.astype(jnp.float32)
+        wide = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
+        values = a.qvalue.astype(wide), b.qvalue.astype(wide)
         to_x, to_kernel = _gradient(g, b.scale, (0,), spec), _gradient(g, a.scale, (3,), spec)
-        dx = pull(x_values, kernel_values, to_x.qvalue.astype(jnp.float32))[0] * (to_x.scale / _LIFT)
-        dkernel = pull(x_values, kernel_values, to_kernel.qvalue.astype(jnp.float32))[1] * (to_kernel.scale / _LIFT)
+        dx = pull(*values, to_x.qvalue.astype(wide))[0].astype(jnp.float32) * (to_x.scale / _LIFT)
+        dkernel = pull(*values, to_kernel.qvalue.astype(wide))[1].astype(jnp.float32) * (to_kernel.scale / _LIFT)
     else:
         dx, dkernel = pull(x, _plain(kernel, x), g)
     return _unclipped(dx, x, a, spec.activations), _of_kernel(dkernel, kernel, b, spec)
@@ -200,9 +220,5 @@ convolution.defvjp(_convolution, _convolution_gradients)
 
 def _unclipped(gradient: Array, x: Array, by: Any, calibration: str) -> Array:
     """A gradient of `x`, zero where its quantised form `by` was clipped, in the dtype of `x`."""
-    method, _, factor = calibration.partition(",")
-    if method != "absmax" or float(factor or 1) < 1:
-        dtype = by.qvalue.dtype
-        largest = 127.5 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
-        gradient = jnp.where(jnp.abs(x.astype(jnp.float32)) <= largest * by.scale, gradient, 0)
-    return gradient.astype(x.dtype)
+    beyond = clipped(x, by.scale, by.qvalue.dtype, calibration)
+    return (gradient if beyond is None else jnp.where(beyond, 0, gradient)).astype(x.dtype)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
-from maxdiffusion.kernels.scales import quantised
+from maxdiffusion.kernels.scales import clipped, quantised
 from maxdiffusion.specs import StoredAs
 
 DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "int4": jnp.uint8}
@@ -73,17 +73,16 @@ class Stored:
     def whole(self, dtype: Any) -> Float[Array, "..."]:
         """The kernel that it stands for."""
         values = self.qvalue if self.packed is None else unpacked(self.qvalue, self.packed)
-        # A dimension with fewer scales than values, and more than one, is cut into groups.
-        groups: list[int] = []
-        for size, scales in zip(values.shape, self.scale.shape, strict=True):
-            groups += [scales, size // scales] if scales not in (1, size) else [size]
-        scales = [
-            entry
-            for size, number in zip(values.shape, self.scale.shape, strict=True)
-            for entry in ([number, 1] if number not in (1, size) else [number])
-        ]
-        exact = values.reshape(groups).astype(jnp.float32) * self.scale.astype(jnp.float32).reshape(scales)
-        return exact.reshape(values.shape).astype(dtype)
+        return (values.astype(jnp.float32) * self.scale_of_each).astype(dtype)
+
+    @property
+    def scale_of_each(self) -> Float[Array, "..."]:
+        """The float32 scale of each value, with size 1 where all along a dimension share one."""
+        scale = self.scale.astype(jnp.float32)
+        for axis, size in enumerate(self.shape):
+            if scale.shape[axis] not in (1, size):  # the dimension is cut into groups
+                scale = jnp.repeat(scale, size // scale.shape[axis], axis)
+        return scale
 
 
 def is_stored(leaf: object) -> bool:
@@ -158,24 +157,26 @@ def unpacked(values: UInt8[Array, "..."], axis: int) -> Int[Array, "..."]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def rounded(kernel: Float[Array, "..."], inputs: int, calibration: str, wanted: StoredAs) -> Float[Array, "..."]:
-    """A kernel as it would be after it was stored and read; gradients pass straight through.
+    """A kernel as it would be after it was stored and read; gradients pass straight through, and stop where it clips.
 
     Args:
         kernel: (*inputs, *features), any floating dtype.
         inputs: number of dimensions that a product sums over.
         calibration: of the scales.
-        wanted: how it would be stored.
+        wanted: how it would be stored; `int8` or `int4`.
     """
     kept = stored(kernel, wanted, inputs=inputs, features=kernel.ndim - inputs, calibration=calibration)
     return kept.whole(kernel.dtype)
 
 
-def _rounded(kernel: Array, inputs: int, calibration: str, wanted: StoredAs) -> tuple[Array, None]:
-    return rounded(kernel, inputs, calibration, wanted), None
+def _rounded(kernel: Array, inputs: int, calibration: str, wanted: StoredAs) -> tuple[Array, Array]:
+    return rounded(kernel, inputs, calibration, wanted), kernel
 
 
-def _rounded_gradient(inputs: int, calibration: str, wanted: StoredAs, kept: None, g: Array) -> tuple[Array]:
-    return (g,)
+def _rounded_gradient(inputs: int, calibration: str, wanted: StoredAs, kernel: Array, g: Array) -> tuple[Array]:
+    kept = stored(kernel, wanted, inputs=inputs, features=kernel.ndim - inputs, calibration=calibration)
+    beyond = clipped(kernel, kept.scale_of_each, jnp.int8 if kept.packed is None else jnp.int4, calibration)
+    return (g if beyond is None else jnp.where(beyond, 0, g),)
 
 
 rounded.defvjp(_rounded, _rounded_gradient)
