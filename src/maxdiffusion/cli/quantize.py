@@ -52,6 +52,9 @@ def quantize(  # noqa: PLR0913  (an argument is an option of the command line)
 
     if "=" in place:
         place, changes = DEFAULT_MODEL, [place, *(changes or ())]
+    for change in changes or ():
+        if change.partition("=")[0].strip() in ("quantization", "use_qwix_quantization"):
+            raise UsageError(f"{change}: --mode says how to quantise: write --mode int8, fp8 or int4 instead")
     words = [f"quantization={mode}", f"virtual_devices={virtual_devices or 'null'}", *(changes or ())]
     recipe = quantise.quantised_recipe(place, words)
     devices.make_virtual_devices(recipe.virtual_devices)
@@ -102,7 +105,3 @@ def _show(found: QuantReport) -> None:
             ("seconds", f"{found.seconds:.0f}"),
         ],
     )
-
-
-def _default(row) -> str:
-    return "left out" if row.excluded else "quantised"

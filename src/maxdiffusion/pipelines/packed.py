@@ -122,12 +122,13 @@ def read_packed(
     wanted: dict[str, jax.ShapeDtypeStruct] = flatten_dict(form, sep="/")  # type: ignore[assignment]
     there = halves | {name for name in found if name.rpartition("/")[0] not in halves}
     for name in sorted(there | wanted.keys()):
-        here = wanted[name].shape if name in wanted else "missing"
-        theirs = _whole_shape(name, found, here) if name in there else "missing"
+        here = wanted[name].shape if name in wanted else None
+        theirs = _whole_shape(name, found, here) if name in there else None
         if here != theirs:
+            keep = "model, scan_layers (kernels are stored quantised)" if halves else "model"
             raise UsageError(
-                f"{path} is of another model: {name} is {theirs} there and {here} here; keep model, "
-                "model_config and data as they were"
+                f"{path} is of another model: {name} is {theirs or 'missing'} there and {here or 'missing'} here; keep "
+                f"{keep}, model_config and data as they were"
             )
 
     def placed(name: str) -> Any:
@@ -203,10 +204,11 @@ def _from_bits(array: np.ndarray, whole: tuple[int, ...] | None) -> np.ndarray:
     return array.view(jnp.bfloat16) if array.dtype == np.uint16 else array
 
 
-def _whole_shape(name: str, found: Mapping[str, _Tensor], like: Any) -> tuple[int, ...]:
+def _whole_shape(name: str, found: Mapping[str, _Tensor], like: tuple[int, ...] | None) -> tuple[int, ...]:
     """Shape of a tensor of the file; of a kernel with two values in a byte, that of the kernel which is wanted."""
     if name in found:
         return found[name].shape
     shape, is_uint8 = found[f"{name}/qvalue"]
-    fits = [size in (whole, whole / 2) for size, whole in zip(shape, like, strict=False)]
-    return like if is_uint8 and len(like) == len(shape) and all(fits) else shape
+    if like is None or len(like) != len(shape) or not is_uint8:
+        return shape
+    return like if all(size in (whole, whole / 2) for size, whole in zip(shape, like, strict=True)) else shape

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from maxdiffusion.config.load import load_run
 from maxdiffusion.config.schema import Recipe
 from maxdiffusion.data.tokenizer import WordTokenizer
 from maxdiffusion.errors import UsageError
@@ -20,6 +21,7 @@ from maxdiffusion.pipelines.packed import is_packed, read_packed, stored_mode
 from maxdiffusion.pipelines.quantised_weights import read_quantised
 from maxdiffusion.pipelines.run_folder import TOKENIZER, read_weights, weight_shapes
 from maxdiffusion.pipelines.text_to_image import TextToImage, text_to_image_of
+from maxdiffusion.specs import QUANT_KEYWORDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,7 @@ def open_trained(run: str | Path, recipe: Recipe, *, step: int | None = None) ->
     tokenizer = read_tokenizer(run, step)
     mesh = build_mesh(recipe.mesh_spec)
     subject = text_to_image_of(recipe, mesh=mesh, vocab_size=tokenizer.vocab_size, max_length=tokenizer.max_length)
-    kernels = _kernels(run, subject.model)
+    kernels = _kernels(run, subject.model, recipe)
     params, step = read_trained(run, subject.model, recipe, step=step, kernels=kernels)
     if kernels:
         say_bytes(stored_bytes(params), subject.model.quantization)
@@ -101,19 +103,26 @@ def read_trained(
     return read_weights(run, shapes, master_dtype=master, step=step)
 
 
-def _kernels(run: str | Path, model: DiffusionModel) -> Mapping[str, Storage]:
+def _kernels(run: str | Path, model: DiffusionModel, recipe: Recipe) -> Mapping[str, Storage]:
     """How kernels are stored quantised while they are read; none without `quantization`.
 
     Raises:
-        UsageError: the weights are stored in another mode.
+        UsageError: the weights are stored in another mode, or with another calibration.
     """
     mode = model.quantization
-    there = stored_mode(run) if is_packed(run) else None
     if mode is None:
         return {}
+    there = stored_mode(run) if is_packed(run) else None
     if there not in (None, mode.removesuffix("_full")):
         raise UsageError(
             f"the weights of {run} are stored in {there}: leave quantization={mode} out, or make them anew from the "
             f"run (maxdiffusion quantize RUN --mode {mode} --out DIR)"
+        )
+    key = QUANT_KEYWORDS["weights"]
+    asked = getattr(recipe, key)
+    if there and (theirs := getattr(load_run(run).recipe, key)) != asked:
+        raise UsageError(
+            f"the weights of {run} are stored with {key}={theirs}: leave {key}={asked} out, or make them anew from the "
+            f"run (maxdiffusion quantize RUN {key}={asked} --mode {there} --out DIR)"
         )
     return model.storages()
