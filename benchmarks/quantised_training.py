@@ -3,7 +3,8 @@
     python benchmarks/quantised_training.py [--modes fp8_full] [--seeds 0,1] [--steps 360] [--json]
 
 The loss is the mean over the last tenth of the steps; the ratio is the quantised run's over that of bfloat16 with the
-same seed, which draws the same batches, times and noise. Weights and optimizer are float32 in all runs.
+same seed, which draws the same batches, times and noise. Weights and optimizer are float32 in all runs. Exit status
+is 1 where a ratio is above `--most`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, get_args
 
+from maxdiffusion.errors import nearest
 from maxdiffusion.specs import QuantMode
 
 
@@ -53,8 +55,14 @@ def main() -> None:
     parser.add_argument("--modes", default="fp8_full", help=f"joined by commas, of {', '.join(get_args(QuantMode))}")
     parser.add_argument("--seeds", default="0,1", help="joined by commas")
     parser.add_argument("--steps", type=int, default=360, help="of each run; a multiple of 10")
+    parser.add_argument("--most", type=float, default=1.02, help="largest ratio that is taken")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     asked = parser.parse_args()
+    if asked.steps < 10 or asked.steps % 10:
+        parser.error(f"--steps {asked.steps}: the last tenth is looked at: write a multiple of 10")
+    for mode in asked.modes.split(","):
+        if mode not in get_args(QuantMode):
+            parser.error(f"--modes {mode}: {nearest(mode, get_args(QuantMode))}")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in map(int, asked.seeds.split(",")):
@@ -71,6 +79,8 @@ def main() -> None:
                     sys.stdout.flush()
     if asked.json:
         sys.stdout.write(json.dumps({"steps": asked.steps, "rows": rows}) + "\n")
+    if beyond := [f"{row['mode']} of seed {row['seed']}" for row in rows if not row["ratio"] <= asked.most]:
+        sys.exit(f"check failed: above {asked.most:g} times the loss of bfloat16: {', '.join(beyond)}")
 
 
 if __name__ == "__main__":

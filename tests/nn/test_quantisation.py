@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import re
-from typing import Any
+import subprocess
+import sys
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +19,7 @@ from jax.sharding import Mesh
 from maxdiffusion.errors import UsageError
 from maxdiffusion.kernels.stored import is_stored
 from maxdiffusion.log import say_once
-from maxdiffusion.models.registry import lookup
+from maxdiffusion.models.registry import MODELS, lookup
 from maxdiffusion.nn.quantisation import QuantRow, checked, ledger, stored_bytes
 from maxdiffusion.parallel.report import path_name
 from maxdiffusion.specs import QuantSpec
@@ -58,12 +62,30 @@ def test_the_gradients_of_fp8_full_have_two_small_products_a_layer() -> None:
     assert text.count("f8E5M2>") and not _lowered(model).as_text().count("f8E5M2>")
 
 
-def test_the_compiled_program_adds_up_integers() -> None:
-    """No pass of the compiler turns them into something else."""
-    model = lookup("flux-dev").build("tiny", quantization="int8")
-    done = sum(row.mode is not None for row in ledger(model.abstract_params()[0], model.runtime.quant))
-    text = _lowered(model).compile().as_text()
-    assert len(re.findall(r"= s32\[[0-9,]*\]\S* dot\(", text)) == done
+_PRODUCTS = """
+import json
+from maxdiffusion.models.registry import lookup
+from maxdiffusion.tools.flops import products
+from tests.nn.test_quantisation import _lowered
+for how in ({}, {"quantization": "int8"}):
+    for name in ("flux-dev", "pictures"):
+        text = _lowered(lookup(name).build("tiny", **how)).compile().as_text()
+        print(json.dumps([[*operands, flops] for operands, flops in products(text).items()]))
+"""
+
+
+def test_the_compiled_program_multiplies_integers() -> None:
+    """As users' XLA compiles it for CPUs, in a process without the flags of the tests: dense products read int8, what
+    most convolutions read is widened to int32 first, which holds the same numbers; nothing quantised becomes floats."""
+    environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run([sys.executable, "-c", _PRODUCTS], capture_output=True, text=True, check=True, env=environment)
+    found = [{tuple(operands): flops for *operands, flops in json.loads(line)} for line in ran.stdout.splitlines()]
+    floats, int8, int32 = ("f32", "f32"), ("s8", "s8"), ("s32", "s32")
+    flux, pictures, quantised_flux, quantised_pictures = found
+    assert flux.keys() == pictures.keys() == {floats}
+    assert quantised_flux.keys() == {floats, int8} and quantised_pictures.keys() == {floats, int8, int32}
+    for exact, small in ((flux, quantised_flux), (pictures, quantised_pictures)):
+        assert sum(small.values()) == exact[floats]
 
 
 def test_a_scanned_stack_is_quantised_as_its_blocks_are() -> None:
@@ -72,6 +94,20 @@ def test_a_scanned_stack_is_quantised_as_its_blocks_are() -> None:
     assert rows["transformer_blocks/attn/to_q"].mode == "int8"
     assert rows["transformer_blocks/norm1/linear"].reason == "excluded by '(.*/)?norm[^/]*/linear'"
     assert _products(_lowered(model).as_text(), "i8") == sum(row.mode is not None for row in rows.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_expression_that_a_model_excludes_by_itself_matches_its_layers(name: str) -> None:
+    """At both sizes; a layer renamed would else be quantised without a word."""
+    sizes: tuple[Literal["full", "tiny"], ...] = ("full", "tiny")
+    for size in sizes:
+        model = lookup(name).build(size, quantization="int8")
+        rows = ledger(model.abstract_params()[0], model.runtime.quant)
+        reasons = {row.reason for row in rows}
+        assert reasons == {
+            "",
+            *(f"excluded by {pattern!r}" for pattern in (*model.keeps_precision, *model.modulations)),
+        }
 
 
 def test_layers_are_chosen_by_expressions(caplog: pytest.LogCaptureFixture) -> None:

@@ -72,9 +72,7 @@ def test_a_packed_model_is_read_quantised_and_kept_so(trained: TrainResult, tmp_
     with pytest.raises(UsageError, match="are stored in int4: leave quantization=int8 out"):
         open_trained(tmp_path / "int4", _recipe(trained.run))
     other = dataclasses.replace(recipe, weight_quantization_calibration_method="absmax,0.9")
-    with pytest.raises(
-        UsageError, match=r"with weight_.*=absmax: leave .*=absmax,0.9 out"
-    ):
+    with pytest.raises(UsageError, match=r"with weight_.*=absmax: leave .*=absmax,0.9 out"):
         open_trained(tmp_path / "int4", other)
     with pytest.raises(UsageError, match=r"is missing there and .* here; keep model, scan_layers \(kernels"):
         open_trained(tmp_path / "int4", dataclasses.replace(recipe, scan_layers=True))

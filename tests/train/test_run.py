@@ -24,7 +24,7 @@ from maxdiffusion.train.metrics import MetricsFile
 from maxdiffusion.train.run import TrainResult, train
 from maxdiffusion.train.state import TrainState
 from tests.train.conftest import losses_of, make_subject
-from tests.train.runs import read_lines, run_recipe
+from tests.train.runs import read_bits, read_lines, run_recipe
 
 STEPS = 20
 MESHES = {
@@ -97,6 +97,26 @@ def test_a_run_goes_on_exactly_where_it_was_killed(trained: TrainResult, tmp_pat
         return {line["step"]: line["loss"] for line in read_lines(run / "metrics.jsonl") if "loss" in line}
 
     assert losses(folder) == losses(trained.run)
+
+
+def test_a_quantised_run_trains_float32_weights_and_goes_on_where_it_was_killed(
+    trained: TrainResult, tmp_path: Path
+) -> None:
+    words = ("quantization=fp8_full", "dtype=bfloat16", "train.accumulation_steps=2", "train.ema_decay=0.9")
+    words = (*words, "train.sample_every=0", "train.eval_every=0")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(run_recipe(whole, *words))
+    shutil.copytree(whole, killed)
+    shutil.rmtree(killed / "checkpoints" / "6")
+    train(run_recipe(killed, "resume=true", *words))
+    bits, again = read_bits(whole, 6), read_bits(killed, 6)
+    assert bits.keys() == again.keys()
+    for name in bits:
+        np.testing.assert_array_equal(bits[name], again[name], err_msg=name)
+    kernels = [name for name in bits if name.endswith("kernel") and name.startswith(("params", "ema"))]
+    assert len(kernels) >= 20 and all(bits[name].dtype == np.float32 for name in kernels)
+    before, plain = read_bits(whole, 3), read_bits(trained.run, 6)
+    assert all((bits[name] != before[name]).any() and (bits[name] != plain[name]).any() for name in kernels)
 
 
 def test_other_data_is_refused_before_anything_is_compiled_and_taken_when_asked(
