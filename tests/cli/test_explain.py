@@ -55,6 +55,10 @@ from maxdiffusion.tools.explain import AttentionRow, ConvolutionRow
         (["--model", "sdxl", "--mesh", "data=4", "--mesh-axes", "data,data"], "error: mesh axis 'data' is named twice"),
         (["--model", "sdxl", "--mesh", "fsdp=8", "--platform", "tpuu"], "error: --platform tpuu is unknown: did you"),
         (["--model", "sdxl", "--mesh", "fsdp=8", "--dtype", "int8"], "error: --dtype=int8 is no floating dtype"),
+        (
+            ["--model", "sdxl", "--mesh", "fsdp=8", "--quantization", "int5"],
+            "error: --quantization int5 is unknown:",
+        ),
         (["--model", "sdxl"], "error: Missing option '--mesh'."),
     ],
 )
@@ -64,6 +68,25 @@ def test_a_wrong_option_is_one_line(words: list[str], line: str, capsys: pytest.
     assert out == ""
     assert err.startswith(line)
     assert len(err.splitlines()) == 1
+
+
+def test_the_ledger_of_a_mode_folds_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Modulation multiplies plain numbers, from kernels that are stored in int8 all the same."""
+    assert main(["explain", "--model", "flux-dev", "--mesh", "fsdp=8", "--quantization", "fp8_full"]) == 0
+    lines = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    assert ["transformer_blocks_*/attn/to_q", "19", "fp8_full", "fp8"] in lines
+    assert ["transformer_blocks_*/norm1/linear", "19", "plain", "int8", "excluded by '(.*/)?norm[^/]*/linear'"] in lines
+    assert main(["explain", "--model", "flux-dev", "--mesh", "stage=2", "--quantization", "int4", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["quantization"]
+    found = {row["module"]: row for row in rows}
+    assert found["transformer_blocks/attn/to_q"] == {
+        "module": "transformer_blocks/attn/to_q",
+        "shape": [19, 3072, 24, 128],
+        "mode": "int4",
+        "stored": "int4",
+        "reason": "",
+    }
+    assert found["x_embedder"]["stored"] == "int8" and "excluded by" in found["x_embedder"]["reason"]
 
 
 def test_json_holds_totals_and_every_row(capsys: pytest.CaptureFixture[str]) -> None:

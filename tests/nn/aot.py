@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxdiffusion.models.registry import lookup
-from maxdiffusion.nn.quantisation import ledger
 from tests.kernels.attention.aot import devices
 
 _WIDE: dict[str, dict[str, Any]] = {
@@ -54,7 +53,7 @@ def main() -> None:
         lowered = jax.jit(jax.grad(call) if "gradients" in words else call).lower(params, inputs)
         (folder / f"{name}.stablehlo").write_text(lowered.as_text())
         (folder / f"{name}.hlo").write_text(lowered.compile().as_text() or "")
-        done = sum(row.mode is not None for row in ledger(shapes, model.runtime.quant))
+        done = sum(row.mode is not None for row in model.ledger())
         (folder / f"{name}.quantised").write_text(str(done))
 
 

@@ -20,7 +20,7 @@ from maxdiffusion.errors import UsageError
 from maxdiffusion.kernels.stored import is_stored
 from maxdiffusion.log import say_once
 from maxdiffusion.models.registry import MODELS, lookup
-from maxdiffusion.nn.quantisation import QuantRow, checked, ledger, stored_bytes
+from maxdiffusion.nn.quantisation import QuantRow, checked, stored_bytes
 from maxdiffusion.parallel.report import path_name
 from maxdiffusion.specs import QuantSpec
 
@@ -48,7 +48,7 @@ def _products(text: str, dtype: str) -> int:
 @pytest.mark.parametrize("mode", list(SMALL))
 def test_the_program_multiplies_what_the_ledger_says(name: str, mode: str) -> None:
     model = lookup(name).build("tiny", quantization=mode)
-    rows = ledger(model.abstract_params()[0], model.runtime.quant)
+    rows = model.ledger()
     done = sum(row.mode == mode for row in rows)
     assert len(rows) // 2 < done < len(rows)
     assert _products(_lowered(model).as_text(), SMALL[mode]) == done
@@ -56,7 +56,7 @@ def test_the_program_multiplies_what_the_ledger_says(name: str, mode: str) -> No
 
 def test_the_gradients_of_fp8_full_have_two_small_products_a_layer() -> None:
     model = lookup("flux-dev").build("tiny", quantization="fp8_full")
-    done = sum(row.mode is not None for row in ledger(model.abstract_params()[0], model.runtime.quant))
+    done = sum(row.mode is not None for row in model.ledger())
     text = _lowered(model, gradients=True).as_text()
     assert len(re.findall(r"dot_general.*\(tensor<[0-9x]*xf8E\w+>, tensor<[0-9x]*xf8E\w+>\)", text)) == 3 * done
     assert text.count("f8E5M2>") and not _lowered(model).as_text().count("f8E5M2>")
@@ -90,7 +90,7 @@ def test_the_compiled_program_multiplies_integers() -> None:
 
 def test_a_scanned_stack_is_quantised_as_its_blocks_are() -> None:
     model = lookup("flux-dev").build("tiny", quantization="int8", scan_layers=True)
-    rows = {row.module: row for row in ledger(model.abstract_params()[0], model.runtime.quant)}
+    rows = {row.module: row for row in model.ledger()}
     assert rows["transformer_blocks/attn/to_q"].mode == "int8"
     assert rows["transformer_blocks/norm1/linear"].reason == "excluded by '(.*/)?norm[^/]*/linear'"
     assert _products(_lowered(model).as_text(), "i8") == sum(row.mode is not None for row in rows.values())
@@ -102,7 +102,7 @@ def test_each_expression_that_a_model_excludes_by_itself_matches_its_layers(name
     sizes: tuple[Literal["full", "tiny"], ...] = ("full", "tiny")
     for size in sizes:
         model = lookup(name).build(size, quantization="int8")
-        rows = ledger(model.abstract_params()[0], model.runtime.quant)
+        rows = model.ledger()
         reasons = {row.reason for row in rows}
         assert reasons == {
             "",
@@ -114,7 +114,7 @@ def test_layers_are_chosen_by_expressions(caplog: pytest.LogCaptureFixture) -> N
     chosen = {"qwix_module_path": ".*ff.*", "quantization_exclude": [".*ff_context.*"]}
     model = lookup("flux-dev").build("tiny", quantization="int8", **chosen)
     with caplog.at_level(logging.INFO):
-        rows = ledger(model.abstract_params()[0], model.runtime.quant)
+        rows = model.ledger()
     assert {row.module for row in rows if row.mode} == {
         f"transformer_blocks_{block}/ff/{layer}" for block in (0, 1) for layer in ("net_0/proj", "net_2")
     }
@@ -153,7 +153,7 @@ def test_float8_that_devices_emulate_is_said(
     spec = QuantSpec(mode=mode)
     say_once.cache_clear()
     with caplog.at_level(logging.INFO):
-        checked([QuantRow(module="a", shape=(4, 4), mode=mode, reason="")], spec, device_kind=kind)
+        checked([QuantRow(module="a", shape=(4, 4), mode=mode, stored="", reason="")], spec, device_kind=kind)
     assert ("float8 products are emulated" in caplog.text) == emulated
 
 
@@ -295,7 +295,7 @@ def test_layers_that_stay_unquantised_multiply_no_small_numbers() -> None:
     shapes = model.quantized_shapes()
     inputs = model.call_shapes(2, height=8, width=8, text=4)
     text = jax.jit(lambda params, inputs: model.apply({"params": params}, **inputs)).lower(shapes, inputs).as_text()
-    rows = ledger(model.abstract_params()[0], model.runtime.quant)
+    rows = model.ledger()
     assert shapes["x_embedder"]["kernel"].dtype == jnp.int8
     assert _products(text, "i8") == sum(row.mode is not None for row in rows) < len(rows)
 
@@ -307,7 +307,7 @@ def test_the_bytes_of_a_real_model(mode: str, most: float, most_of_all: float) -
     """FLUX.1 [dev] as it is, scales included; nothing is allocated."""
     found = stored_bytes(lookup("flux-dev").build(quantization=mode, scan_layers=True).quantized_shapes())
     assert found.ratio <= most and found.model_ratio <= most_of_all
-    assert found.kernels == len(ledger(lookup("flux-dev").build(scan_layers=True).abstract_params()[0], QuantSpec()))
+    assert found.kernels == len(lookup("flux-dev").build(scan_layers=True).ledger())
 
 
 def test_a_kernel_of_another_shape_is_refused() -> None:

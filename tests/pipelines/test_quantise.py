@@ -14,7 +14,7 @@ from PIL import Image
 
 from maxdiffusion.errors import UsageError
 from maxdiffusion.models.registry import lookup
-from maxdiffusion.nn.quantisation import QuantRow, ledger
+from maxdiffusion.nn.quantisation import QuantRow
 from maxdiffusion.nn.switched import switched
 from maxdiffusion.pipelines.generate import generate
 from maxdiffusion.pipelines.quantise import grouped, quantise, quantised_recipe, report
@@ -59,7 +59,7 @@ def test_the_report_has_a_row_for_every_layer_the_worst_first(
     assert found.mode == mode and found.pictures == 2 and found.bytes_ratio < 0.6
     assert 10 < found.psnr < 90 and 0 < found.ssim <= 1 and found.features >= 0
     assert [row.psnr for row in found.modules] == sorted(row.psnr for row in found.modules)
-    total = len(ledger(open_trained(trained.run, recipe).text_to_image.model.abstract_params()[0], recipe.quant_spec))
+    total = len(open_trained(trained.run, recipe).text_to_image.model.ledger())
     assert sum(row.kernels for row in found.modules) == total
     assert {row.excluded for row in found.modules} == {True, False}
 
@@ -67,8 +67,7 @@ def test_the_report_has_a_row_for_every_layer_the_worst_first(
 def test_a_flag_quantises_its_layer_alone() -> None:
     """The numbers are those of a model whose other layers are excluded, in one program for all flags."""
     model = lookup("pictures").build("tiny", quantization="int8", quantization_exclude=[])
-    shapes, _ = model.abstract_params()
-    modules = [row.module for row in ledger(shapes, model.runtime.quant)]
+    modules = [row.module for row in model.ledger()]
     params = model.init_weights(jax.random.key(0))
     random = np.random.default_rng(0)
 
@@ -124,7 +123,7 @@ def test_precise_steps_are_those_of_the_plain_model(trained: TrainResult) -> Non
 
 def test_layers_are_grouped_by_the_beginnings_of_their_paths() -> None:
     rows = [
-        QuantRow(module=module, shape=(2, 2), mode=None if "norm" in module else "int8", reason="")
+        QuantRow(module=module, shape=(2, 2), mode=None if "norm" in module else "int8", stored="int8", reason="")
         for module in ("a/x/q", "a/x/k", "a/x/norm", "b/y/q", "c")
     ]
     assert list(grouped(rows, 9)) == [row.module for row in rows]

@@ -13,6 +13,7 @@ import typer
 from maxdiffusion.cli.options import Json, MeshAxes, Rules, check_name, mesh_spec
 
 if TYPE_CHECKING:
+    from maxdiffusion.nn.quantisation import QuantRow
     from maxdiffusion.parallel.report import Row
     from maxdiffusion.tools.explain import AttentionRow, ConvolutionRow
 
@@ -49,6 +50,10 @@ def explain(  # noqa: PLR0913  (an argument is an option of the command line)
         str | None, typer.Option("--platform", metavar="NAME", help="cpu, gpu or tpu; without it, this machine's.")
     ] = None,
     dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="float32 or bfloat16.")] = "float32",
+    quantization: Annotated[
+        str | None,
+        typer.Option("--quantization", metavar="MODE", help="List also what int8, fp8, fp8_full or int4 quantises."),
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Show every parameter.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -61,16 +66,17 @@ def explain(  # noqa: PLR0913  (an argument is an option of the command line)
 
     from maxdiffusion.cli import output
     from maxdiffusion.config.schema import ModelName, RulePreset, mesh_sizes
-    from maxdiffusion.specs import AttentionKernel, ContextAttention
+    from maxdiffusion.specs import AttentionKernel, ContextAttention, QuantMode
 
     check_name("--model", model, get_args(ModelName))
     check_name("--rules", rules, get_args(RulePreset))
     check_name("--platform", platform, ("cpu", "gpu", "tpu"))
     check_name("--attention-kernel", kernel, get_args(AttentionKernel))
     check_name("--context-attention", context, get_args(ContextAttention))
+    check_name("--quantization", quantization, get_args(QuantMode))
     spec = mesh_spec(mesh, mesh_axes)
     from maxdiffusion.nn.model import float_dtype
-    from maxdiffusion.tools.explain import check_counted, explain_attention, explain_convolutions
+    from maxdiffusion.tools.explain import check_counted, explain_attention, explain_convolutions, explain_quantisation
     from maxdiffusion.tools.explain import explain as run
 
     for axis, size in mesh_sizes(mesh).items():
@@ -88,13 +94,15 @@ def explain(  # noqa: PLR0913  (an argument is an option of the command line)
             dtype=float_dtype(dtype, "--dtype"),
         )
         convolutions = explain_convolutions(model, mesh=spec, logical_axis_rules=rules)
+        stacked = {"mesh": spec, "scan_layers": scan_layers}
+        layers = explain_quantisation(model, quantization, **stacked) if quantization else ()
     shape = {axis: size for axis, size in spec.shape().items() if size > 1}
     sizes = ",".join(f"{axis}={size}" for axis, size in shape.items()) or f"{spec.rest}=1"
     if as_json:
         totals = {
             name: getattr(report, name) for name in ("parameters", "bytes", "bytes_per_device", "share_per_device")
         }
-        calls = {"attention": attention, "convolutions": convolutions}
+        calls = {"attention": attention, "convolutions": convolutions, "quantization": layers}
         output.show_json({"model": model, "mesh": sizes, **totals, "rows": report.rows, **calls})
         return
     stacks = {} if every else _unmet_stacks(report.rows)
@@ -119,6 +127,8 @@ def explain(  # noqa: PLR0913  (an argument is an option of the command line)
     if convolutions:
         columns = ["convolution", "calls", "height", "width", "kernel", "stride", "rows of a device", "why"]
         output.show_table(columns, _convolutions(convolutions))
+    if layers:
+        output.show_table(["layer", "layers", "products", "stored in", "why"], _quantised(layers))
     typer.echo(
         f"{model} on {sizes}: {report.parameters:,} parameters, {report.bytes / 1e6:,.1f} MB, "
         f"{report.bytes_per_device / 1e6:,.1f} MB on each device ({report.share_per_device:.1%})"
@@ -256,3 +266,14 @@ def _convolutions(rows: Sequence[ConvolutionRow]) -> list[tuple[str, ...]]:
         sizes = (str(size) for size in (count, *row.feature_map[1:3], row.size, row.stride, row.rows))
         lines.append((row.module, *sizes, row.reason))
     return lines
+
+
+def _quantised(rows: Sequence[QuantRow]) -> list[tuple[str, ...]]:
+    """A line for the layers that differ in the numbers of their blocks only: how they multiply and are stored."""
+    kinds: dict[tuple[object, ...], list[QuantRow]] = {}
+    for row in rows:
+        kinds.setdefault((_alike(row.module), row.mode, row.stored, row.reason), []).append(row)
+    return [
+        (_common([row.module for row in same]), str(len(same)), same[0].mode or "plain", same[0].stored, same[0].reason)
+        for same in kinds.values()
+    ]

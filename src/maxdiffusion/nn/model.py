@@ -18,7 +18,7 @@ from maxdiffusion.common_types import BlockSizes, LogicalAxisRules
 from maxdiffusion.errors import UsageError, nearest
 from maxdiffusion.kernels.stored import is_stored
 from maxdiffusion.nn.parameters import initial_values, parameter_names
-from maxdiffusion.nn.quantisation import Storage, checked, ledger, storages, storing
+from maxdiffusion.nn.quantisation import QuantRow, Storage, checked, ledger, storages, storing
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.pipeline import say_idle, stage_axes
 from maxdiffusion.parallel.report import path_name
@@ -306,6 +306,10 @@ class DiffusionModel(nn.Module, kw_only=True):
         with self.layout.scope():
             return jax.tree_util.tree_map_with_path(store, params, self.layout.shardings(shapes, names))
 
+    def ledger(self) -> tuple[QuantRow, ...]:
+        """What is quantised, how, what is not and why: a row for each layer that multiplies. No weights are made."""
+        return ledger(self._boxed(), self.runtime.quant)
+
     def storages(self) -> dict[str, Storage]:
         """How each kernel is stored quantised, by its path joined by `/`.
 
@@ -342,7 +346,7 @@ class DiffusionModel(nn.Module, kw_only=True):
         boxed = jax.eval_shape(init, self.dummy_inputs())
         quant = self.runtime.quant
         own, kind = self.usually_excluded(quant.mode), self.layout.device_kind
-        checked(ledger(nn.unbox(boxed), quant), quant, device_kind=kind, own=own)
+        checked(ledger(boxed, quant), quant, device_kind=kind, own=own)
         return boxed
 
 

@@ -18,15 +18,12 @@ from jax.sharding import NamedSharding, Sharding
 from jaxtyping import Array
 
 from maxdiffusion.errors import UsageError, nearest
-from maxdiffusion.kernels.stored import Stored, is_stored, stored
+from maxdiffusion.kernels.stored import Stored, is_stored, kept_as, stored
 from maxdiffusion.log import say_once
 from maxdiffusion.parallel.moments import part_sharding
 from maxdiffusion.specs import QUANT_KEYWORDS, QuantSpec, StoredAs
 
 log = logging.getLogger(__name__)
-
-KERNEL = "kernel"
-"""Name of the parameter of every layer that multiplies: dense ones and convolutions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,30 +34,39 @@ class QuantRow:
         module: its path, joined by `/`; that of a stack for all its layers.
         shape: of its kernel.
         mode: of its products (`int4`: of its kernel alone); None where nothing is quantised.
-        reason: why not; empty where they are.
+        stored: what its kernel becomes where weights are stored quantised; empty without `quantization`.
+        reason: why nothing is quantised; empty where it is.
     """
 
     module: str
     shape: tuple[int, ...]
     mode: str | None
+    stored: str
     reason: str
 
 
-def ledger(params: Any, quant: QuantSpec) -> tuple[QuantRow, ...]:
+def ledger(boxed: Any, quant: QuantSpec) -> tuple[QuantRow, ...]:
     """A row for each layer that multiplies.
 
     Args:
-        params: tree of arrays or `jax.ShapeDtypeStruct`s.
+        boxed: tree of `Parameter`s.
         quant: how the model is quantised.
     """
     rows = []
-    for path, leaf in sorted(flatten_dict(params, sep="/").items()):
-        module, _, name = str(path).rpartition("/")
-        if name == KERNEL:
-            reason = quant.why_not(module) if quant.mode else "no quantization"
-            mode = None if reason else quant.mode
-            rows.append(QuantRow(module=module, shape=tuple(leaf.shape), mode=mode, reason=reason))
+    for path, box in _kernels(boxed):
+        module, shape = path.rpartition("/")[0], tuple(box.value.shape)
+        reason, stored_as = "no quantization", ""
+        if quant.mode is not None:
+            reason, stored_as = quant.why_not(module), kept_as(quant.stored_as(module)[0], shape, box.features)
+        mode = None if reason else quant.mode
+        rows.append(QuantRow(module=module, shape=shape, mode=mode, stored=stored_as, reason=reason))
     return tuple(rows)
+
+
+def _kernels(boxed: Any) -> list[tuple[str, Any]]:
+    """The boxed kernels of a model with their paths, in the order of these."""
+    flat: dict[Any, Any] = flatten_dict(boxed, sep="/")  # type: ignore[assignment]
+    return [(path, box) for path, box in sorted(flat.items()) if box.inputs]
 
 
 _FLOAT8 = re.compile(r"TPU ?v?7|NVIDIA (H|GH|B|GB|L|RTX PRO|.* Ada |GeForce RTX [45]0)")
@@ -156,12 +162,10 @@ def storages(boxed: Any, quant: QuantSpec) -> dict[str, Storage]:
         boxed: tree of `Parameter`s.
         quant: how the model is quantised.
     """
-    flat: dict[Any, Any] = flatten_dict(boxed, sep="/")  # type: ignore[assignment]
     found = {}
-    for path, box in flat.items():
-        if box.inputs:
-            how, calibration = quant.stored_as(path.rpartition("/")[0])
-            found[path] = Storage(how=how, calibration=calibration, inputs=box.inputs, features=box.features)
+    for path, box in _kernels(boxed):
+        how, calibration = quant.stored_as(path.rpartition("/")[0])
+        found[path] = Storage(how=how, calibration=calibration, inputs=box.inputs, features=box.features)
     return found
 
 

@@ -19,7 +19,7 @@ from jaxtyping import UInt8
 from maxdiffusion.config.load import load_run
 from maxdiffusion.config.schema import Recipe, SampleSection
 from maxdiffusion.errors import UsageError
-from maxdiffusion.nn.quantisation import QuantRow, StoredBytes, ledger, stored_bytes
+from maxdiffusion.nn.quantisation import QuantRow, StoredBytes, stored_bytes
 from maxdiffusion.nn.switched import switched
 from maxdiffusion.paths import as_path
 from maxdiffusion.pipelines.checkpoint_folder import recipe_folder, split_place
@@ -249,7 +249,7 @@ def _table(
     section = dataclasses.replace(
         recipe.sample, steps=TABLE_STEPS, precise_first_steps=0, precise_last_steps=0, num_per_prompt=1
     )
-    rows = ledger(small.model.abstract_params()[0], small.model.runtime.quant)
+    rows = small.model.ledger()
     every = small.model.clone(parent=None, qwix_module_path=".*", quantization_exclude=())
     subject = dataclasses.replace(small, model=every)
     trial = _rounding if recipe.quantization == "int4" else _switching

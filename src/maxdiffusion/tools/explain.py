@@ -1,4 +1,5 @@
-"""Where every parameter of a model would live, what attentions run and convolutions exchange, and why; no devices."""
+"""Where every parameter of a model would live, what attentions run and convolutions exchange, what is quantised, and
+why; no devices."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from maxdiffusion.log import say_once
 from maxdiffusion.models.registry import lookup
 from maxdiffusion.nn.attention import attention_calls
 from maxdiffusion.nn.conv import conv_calls
+from maxdiffusion.nn.quantisation import QuantRow
 from maxdiffusion.parallel.layout import Layout
 from maxdiffusion.parallel.mesh import abstract_mesh
 from maxdiffusion.parallel.pipeline import stage_axes
@@ -224,6 +226,27 @@ def explain_convolutions(
             )
         )
     return tuple(rows)
+
+
+def explain_quantisation(
+    model: str, mode: str, *, mesh: MeshSpec | Mesh, scan_layers: bool | None = None
+) -> tuple[QuantRow, ...]:
+    """What a mode quantises of a registry model, how, what it leaves out, and why.
+
+    Args:
+        model: registry name, such as `sdxl`.
+        mode: of `QuantMode`.
+        mesh: sizes of the mesh axes (the data axis counts as 1 where it has none), or a mesh.
+        scan_layers: as the model's keyword; None stacks the blocks where the mesh has stages.
+
+    Returns:
+        A row for each layer that multiplies, one for all layers of a stack.
+
+    Raises:
+        UsageError: the model, a mesh axis or the mode is unknown.
+    """
+    layout = _layout(mesh, None, strict=False)
+    return lookup(model).build(quantization=mode, scan_layers=_stacked(layout, scan_layers)).ledger()
 
 
 def _stacked(layout: Layout, scan_layers: bool | None) -> bool:
