@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +49,8 @@ def test_a_run_is_read_quantised(trained: TrainResult, mode: str, scanned: bool)
     _same(opened.params, model.quantize_weights(params))
 
 
-def test_a_run_that_scans_is_read_into_a_model_that_does_not(trained: TrainResult) -> None:
-    """Each layer is chosen from the stack and quantised in one program."""
+def test_a_layer_is_chosen_from_a_stack_and_quantised_in_one_program(trained: TrainResult) -> None:
+    """As a run that scans is read into a model that does not."""
     model = open_trained(trained.run, _recipe(trained.run)).text_to_image.model
     shapes = weight_shapes(model)
     params, _ = read_weights(trained.run, shapes)
@@ -125,3 +129,26 @@ def test_the_whole_is_never_there(
         monkeypatch.setattr(module, "kept", watched)
     open_trained(place, recipe)
     assert 0 < most <= final + 1.2 * largest < sum(leaf.size for leaf in shapes) * 4
+
+
+_TEMPORARIES = """
+import jax, json, math, numpy
+from maxdiffusion.nn.quantisation import Storage, storing
+for how in ("int8", "fp8", "int4"):
+    for shape, inputs, features in (((256, 8, 64), 1, 2), ((4, 256, 8, 64), 1, 2), ((3, 3, 64, 128), 3, 1)):
+        storage = Storage(how=how, calibration="absmax", inputs=inputs, features=features)
+        lowered = storing(storage, shape, None).lower(jax.ShapeDtypeStruct(shape, numpy.float32))
+        memory = lowered.compile().memory_analysis()
+        assert memory.argument_size_in_bytes == 4 * math.prod(shape)
+        print(json.dumps([how, shape, memory.temp_size_in_bytes / memory.argument_size_in_bytes]))
+"""
+
+
+def test_storing_a_kernel_takes_no_second_copy_of_it() -> None:
+    """What the program holds beside the kernel and what becomes of it: that is the rest of 1.2 times the largest tensor.
+    In a process of its own, as users' XLA compiles it: the flags of the tests turn the fusion off that does it."""
+    environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", _TEMPORARIES]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    found = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert len(found) == 9 and [row for row in found if row[-1] > 0.2] == []
