@@ -145,8 +145,8 @@ for how in ("int8", "fp8", "int4"):
 
 
 def test_storing_a_kernel_takes_no_second_copy_of_it() -> None:
-    """What the program holds beside the kernel and what becomes of it: that is the rest of 1.2 times the largest tensor.
-    In a process of its own, as users' XLA compiles it: the flags of the tests turn the fusion off that does it."""
+    """What the program holds beside the kernel and what becomes of it is the rest of 1.2 times the largest tensor. In a
+    process of its own, as users' XLA compiles it: the flags of the tests turn the fusion off that does it."""
     environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", _TEMPORARIES]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
