@@ -32,6 +32,9 @@ QuantMode = Literal["int8", "fp8", "fp8_full", "int4"]
 StoredAs = Literal["int8", "fp8", "int4"]
 Precision = Literal["default", "high", "highest"]
 
+STORED_AS: Mapping[str, StoredAs] = MappingProxyType({"int8": "int8", "fp8": "fp8", "fp8_full": "fp8", "int4": "int4"})
+"""How kernels of quantised layers are stored, by mode."""
+
 
 def names_in(text: str) -> tuple[str, ...]:
     """The names of a text with commas between them."""
@@ -373,7 +376,7 @@ class QuantSpec:
         assert self.mode is not None
         if self.why_not(path):
             return "int8", "absmax"
-        return ("fp8" if self.mode == "fp8_full" else self.mode), self.weights
+        return STORED_AS[self.mode], self.weights
 
     def why_not(self, path: str) -> str:
         """Which expression keeps the layer at `path` as it is; empty where none does."""

@@ -17,10 +17,10 @@ from jaxtyping import Array, Float
 
 from maxdiffusion.errors import UsageError
 from maxdiffusion.kernels.scales import clipped, quantised
-from maxdiffusion.kernels.stored import Stored
-from maxdiffusion.specs import QUANT_KEYWORDS, QuantSpec
+from maxdiffusion.kernels.stored import DTYPES, Stored
+from maxdiffusion.specs import QUANT_KEYWORDS, STORED_AS, QuantSpec
 
-FORWARD = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "fp8_full": jnp.float8_e4m3fn}
+FORWARD = {mode: DTYPES[STORED_AS[mode]] for mode in ("int8", "fp8", "fp8_full")}
 """What the operands of the forward pass are, by mode."""
 
 BACKWARD = {"fp8_full": jnp.float8_e5m2}

@@ -41,6 +41,7 @@ from maxdiffusion.pipelines.quantised_weights import kept
 from maxdiffusion.pipelines.run_files import PACKED_WEIGHTS
 from maxdiffusion.pipelines.run_folder import TOKENIZER
 from maxdiffusion.pipelines.stored_layers import from_stored, stored_form
+from maxdiffusion.specs import STORED_AS
 
 MADE = "made.json"
 
@@ -83,7 +84,7 @@ def pack(
         "parameters": sum(math.prod(leaf.shape) for leaf in flat.values()),
         "maxdiffusion": __version__,
         "jax": jax.__version__,
-        **({"quantization": str(recipe.quantization).removesuffix("_full")} if kernels else {}),
+        **({"quantization": STORED_AS[str(recipe.quantization)]} if kernels else {}),
         **figures,
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from maxdiffusion.pipelines.packed import is_packed, read_packed, stored_mode
 from maxdiffusion.pipelines.quantised_weights import read_quantised
 from maxdiffusion.pipelines.run_folder import TOKENIZER, read_weights, weight_shapes
 from maxdiffusion.pipelines.text_to_image import TextToImage, text_to_image_of
-from maxdiffusion.specs import QUANT_KEYWORDS
+from maxdiffusion.specs import QUANT_KEYWORDS, STORED_AS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def _kernels(run: str | Path, model: DiffusionModel, recipe: Recipe) -> Mapping[
     if mode is None:
         return {}
     there = stored_mode(run) if is_packed(run) else None
-    if there not in (None, mode.removesuffix("_full")):
+    if there not in (None, STORED_AS[mode]):
         raise UsageError(
             f"the weights of {run} are stored in {there}: leave quantization={mode} out, or make them anew from the "
             f"run (maxdiffusion quantize RUN --mode {mode} --out DIR)"
