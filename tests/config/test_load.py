@@ -116,6 +116,11 @@ def test_values_of_the_command_line_are_yaml() -> None:
             "train.guidance_scale (command line) is unknown: did you mean 'sample.guidance_scale'?",
         ),
         ("mesh.tensro=2", "mesh.tensro (command line) is unknown: did you mean 'mesh.tensor'?"),
+        (
+            "mesh=data=4,model=2",
+            "mesh.model (command line) is unknown: valid: mesh.stage, mesh.data, mesh.fsdp, mesh.cfg, mesh.context, "
+            "mesh.tensor (or name other axes: mesh_axes=[data,model])",
+        ),
         ("mesh=data=4,tensro=2", "mesh.tensro (command line) is unknown: did you mean 'mesh.tensor'?"),
         ("model=pctures", "model='pctures' (command line): did you mean 'pictures'?"),
         ("sample.solver=eulr", "sample.solver='eulr' (command line): did you mean 'euler'?"),

@@ -126,6 +126,20 @@ def test_the_partitioner_never_gives_up(model: str, name: str) -> None:
     assert GIVEN_UP not in said
 
 
+@pytest.mark.parametrize(
+    "mesh",
+    ["data=2,fsdp=4", "fsdp=4,context=2"]
+    + [pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES if mesh not in ("data=8", "fsdp=8")],
+)
+@pytest.mark.filterwarnings("ignore:.* stages of mesh axis 'stage' repeat the same work")
+def test_the_partitioner_never_gives_up_on_tables_that_are_looked_up(mesh: str) -> None:
+    """Words and positions of the demonstration's text: their gradients are summed before they are cut as stored."""
+    keywords = {"scan_layers": "stage" in mesh}
+    with compiled_anew(), standard_error() as said:
+        lower_step(lookup("pictures").build("tiny", mesh=build_mesh(MeshSpec.parse(mesh)), **keywords)).compile()
+        assert GIVEN_UP not in said()
+
+
 def test_every_promised_mesh_is_among_the_strategies() -> None:
     """So the partitioner's warning is looked for on each of them, for a UNet and a transformer."""
     assert {one.mesh for one in STRATEGIES.values()} >= set(MESHES)

@@ -192,6 +192,7 @@ def test_a_run_that_is_there_is_not_touched(trained: TrainResult) -> None:
 @pytest.mark.parametrize(
     ("word", "told"),
     [
+        ("ulysses_degree=3", "ulysses_degree=3"),
         ("train.batch_size=6", "train.batch_size=6 does not divide by the 4 devices"),
         ("model_config.image_size=16", "model_config.image_size follows from data.size"),
         ("model_config.dtype=bfloat16", "write dtype=... at the top level"),

@@ -130,7 +130,7 @@ def explain(  # noqa: PLR0913  (an argument is an option of the command line)
     if layers:
         output.show_table(["layer", "layers", "products", "stored in", "why"], _quantised(layers))
     typer.echo(
-        f"{model} on {sizes}: {report.parameters:,} parameters, {report.bytes / 1e6:,.1f} MB, "
+        f"{model} on {sizes}: {report.parameters:,} parameters, in float32 {report.bytes / 1e6:,.1f} MB, "
         f"{report.bytes_per_device / 1e6:,.1f} MB on each device ({report.share_per_device:.1%})"
     )
 

@@ -60,12 +60,13 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 
 
 def show_result(result: Any, *, as_json: bool) -> None:
-    """Writes a result dataclass: one row a field."""
+    """Writes a result dataclass: one row for each field that says anything; JSON has them all."""
     if as_json:
         show_json(result)
         return
     fields = _plain(result)
-    show_table(["result", "value"], [(name.replace("_", " "), _cell(value)) for name, value in fields.items()])
+    said = {name: _cell(value) for name, value in fields.items() if value is not None}
+    show_table(["result", "value"], [(name.replace("_", " "), value) for name, value in said.items() if value])
 
 
 def _cell(value: Any) -> str:

@@ -83,7 +83,18 @@ def traffic(  # noqa: PLR0913  (an argument is an option of the command line)
         elif not result.rows:
             typer.echo(f"nothing of more than {SMALL:,} bytes is moved on {result.mesh}", err=True)
     if not ok:
-        typer.echo("check failed: these bytes are not the formula's", err=True)
+        wrong = [
+            f"{row.what or 'nothing by the textbook'} ({row.kind} along {row.axes})"
+            for result in results
+            if not result.ok
+            for row in result.rows
+            if not row.ok
+        ]
+        typer.echo(
+            f"check failed: these bytes are not the formula's: {'; '.join(wrong)} (docs/parallelism.md says for which "
+            "meshes the formulas hold)",
+            err=True,
+        )
         raise typer.Exit(1)
 
 

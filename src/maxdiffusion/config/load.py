@@ -338,6 +338,19 @@ def _unknown(key: str, entry: Entry, valid: Sequence[str]) -> str:
         value = format_value(entry.value)
         return f"{key}={value} ({entry.origin}): it holds names; write for example {inside[0]}=VALUE"
 
+    if head == "mesh":
+        axes = [name for name in valid if name.startswith("mesh.") and not name.startswith("mesh.dcn.")]
+        other = ",".join(["data", tail] if tail != "data" else ["data"])
+        near = [
+            f"mesh.{name}" for name in difflib.get_close_matches(tail, [name.removeprefix("mesh.") for name in axes], 1)
+        ]
+        told = (
+            f"did you mean '{near[0]}'?"
+            if near
+            else f"valid: {', '.join(axes)} (or name other axes: mesh_axes=[{other}])"
+        )
+        return f"{key} ({entry.origin}) is unknown: {told}"
+
     def likeness(option: str) -> float:
         """Ratio of the last names where the section is the same or left out; elsewhere more must agree."""
         place, _, name = option.rpartition(".")

@@ -137,5 +137,6 @@ class Embed(nn.Module, kw_only=True):
         init = self.table_init or uniform(1, gain=0.02)
         shape = (self.num_embeddings, self.features)
         table: Any = parameter(self, "embedding", init, shape, self.names, self.runtime)
+        table = self.runtime.layout.table(table, *self.names)
         # jnp.take counts negative indices from the end; here they are out of range as well.
         return jnp.take(table, jnp.where(indices < 0, self.num_embeddings, indices), axis=0, mode="fill")

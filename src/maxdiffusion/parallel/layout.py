@@ -204,6 +204,20 @@ class Layout:
             return self._place(param, stored)
         return _gathered(self, wanted, stored, param)
 
+    def table(self, param: T, *names: str | None) -> T:
+        """A parameter in use (`use`) of which rows are looked up or added, not multiplied.
+
+        Its gradient is summed as a whole before it goes back to the storage: left to the partitioner, what is summed is
+        first cut as the storage is, for which it gathers all of it where mesh axes of the batch do not cut the storage.
+
+        Args:
+            param: what `use` gave.
+            names: logical axis of each dimension.
+        """
+        if self.mesh is None:
+            return param
+        return _table(self, _use_axes(self, names, param.shape)[0], param)  # type: ignore[attr-defined]
+
     def stored(self, *names: str | None, shape: Sequence[int]) -> Resolution:
         """Mesh axes of each dimension of a parameter in storage: the rules, then the storage rules."""
         return _stored(self, names, tuple(shape))
@@ -577,3 +591,19 @@ def _gathered_bwd(layout: Layout, wanted: Any, stored: Any, _: None, cotangent: 
 
 
 _gathered.defvjp(_gathered_fwd, _gathered_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _table(layout: Layout, wanted: Any, x: Any) -> Any:
+    return x
+
+
+def _table_fwd(layout: Layout, wanted: Any, x: Any) -> tuple[Any, None]:
+    return x, None
+
+
+def _table_bwd(layout: Layout, wanted: Any, _: None, cotangent: Any) -> tuple[Any]:
+    return (layout._place(cotangent, wanted),)
+
+
+_table.defvjp(_table_fwd, _table_bwd)

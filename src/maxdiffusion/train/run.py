@@ -146,6 +146,8 @@ def _train(recipe: Recipe, *, resume: bool | None, watch: Watchdog) -> TrainResu
         accumulation_steps=section.accumulation_steps,
         rounding=section.rounding,
     )
+    for examples in sized:  # what no step can be traced with is refused before anything is written
+        step.eval_shape(shapes, examples)  # type: ignore[attr-defined]
     grid = _grid(recipe, subject, tokenizer, source)
     stream = feed.batches(source, seed=recipe.seed, buckets=buckets_of(source))
     sizes = tuple(image[:2] for image in images)

@@ -124,6 +124,7 @@ class TextTransformer(DiffusionModel, kw_only=True):
         )(ids)
         table = (self.max_length, self.width)
         positions = parameter(self, "positions", uniform(1, gain=0.1), table, ("length", "embed"), runtime)
+        positions = layout.table(positions, "length", "embed")
         x = layout.constrain(words + lead_axes(positions[: ids.shape[1]], 3), *names)
         x = apply_stack(
             TextBlock,
