@@ -411,8 +411,8 @@ def _calibration(value: str, keyword: str) -> None:
     if method not in wants:
         raise UsageError(f"{keyword}={value!r} is unknown: {usual}")
     try:
-        valid = 0 < float(number) < math.inf if comma else not wants[method]
+        valid = 1e-6 <= float(number) <= 1e6 if comma else not wants[method]
     except ValueError:
         valid = False
     if not valid:
-        raise UsageError(f"{keyword}={value!r} needs one number above 0 behind the comma: {usual}")
+        raise UsageError(f"{keyword}={value!r} needs one number from 1e-6 to 1e6 behind the comma: {usual}")

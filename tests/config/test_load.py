@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import warnings
 from pathlib import Path
 
 import pytest
@@ -274,3 +275,28 @@ def test_values_of_an_older_run_that_do_nothing_are_left_out(tmp_path: Path) -> 
     (tmp_path / "recipe.yaml").write_text("train: {decay_steps: 5, stops: 9}\n")
     with pytest.raises(UsageError, match=r"train\.stops .* is unknown: did you mean 'train\.steps'"):
         load_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kept"),
+    [("null", []), ("int4", ["weight"]), ("fp8", ["act", "weight"]), ("fp8_full", ["act", "bwd", "weight"])],
+)
+def test_another_mode_leaves_out_what_it_has_no_use_for(mode: str, kept: list[str], tmp_path: Path) -> None:
+    """Of the run's recipe; what the command line says is refused as ever."""
+    key = "{}_quantization_calibration_method".format
+    of_run = {key("weight"): "absmax,0.9", key("act"): "absmax,0.8", key("bwd"): "rms,7", "quantization": "fp8_full"}
+    lines = [f'{name}: "{value}"' for name, value in of_run.items()]
+    (tmp_path / "recipe.yaml").write_text("\n".join([*lines, "sample: {precise_first_steps: 1}"]) + "\n")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        recipe = load_run(tmp_path, [f"quantization={mode}"]).recipe
+    changed = [name for name in ("act", "bwd", "weight") if getattr(recipe, key(name)) != "absmax"]
+    assert changed == kept and recipe.quantization == (None if mode == "null" else mode)
+    assert recipe.sample.precise_first_steps == (mode not in ("null", "int4"))
+    gone = 3 - len(kept) + (mode in ("null", "int4"))
+    assert len([one for one in said if "is of no use with quantization=" in str(one.message)]) == gone
+    with (
+        pytest.warns(MaxDiffusionWarning, match="is left out"),
+        pytest.raises(UsageError, match="is of no use without quantization"),
+    ):
+        load_run(tmp_path, ["quantization=null", f"{key('act')}=rms,7"])

@@ -213,7 +213,7 @@ def test_an_expression_that_does_nothing_is_refused(keywords: dict[str, Any], me
                 {"quantization": "int8", "weight_quantization_calibration_method": value},
                 f"weight_quantization_calibration_method='{value}' needs one number",
             )
-            for value in ("fixed,inf", "fixed,nan", "absmax,", "rms,-1", "absmax,0.9,2")
+            for value in ("fixed,inf", "fixed,nan", "fixed,1e-30", "absmax,1e39", "absmax,", "rms,-1", "absmax,0.9,2")
         ),
     ],
 )

@@ -76,9 +76,11 @@ def test_a_packed_model_is_read_quantised_and_kept_so(trained: TrainResult, tmp_
     with pytest.raises(UsageError, match="are stored in int4: leave quantization=int8 out"):
         open_trained(tmp_path / "int4", _recipe(trained.run))
     other = dataclasses.replace(recipe, weight_quantization_calibration_method="absmax,0.9")
-    with pytest.raises(UsageError, match=r"with weight_.*=absmax: leave .*=absmax,0.9 out"):
+    with pytest.raises(UsageError, match=r"is stored in int4 \(weight_.*=absmax\) .*, and would be in int4 \(.*0.9\)"):
         open_trained(tmp_path / "int4", other)
-    with pytest.raises(UsageError, match=r"is missing there and .* here; keep model, scan_layers \(kernels"):
+    with pytest.raises(UsageError, match=r"is stored in int4 .*, and would be in int8 .*quantization_exclude"):
+        open_trained(tmp_path / "int4", dataclasses.replace(recipe, quantization_exclude=(".*to_q",)))
+    with pytest.raises(UsageError, match=r"is missing there and .* here; keep model, scan_layers \(kernels are read"):
         open_trained(tmp_path / "int4", dataclasses.replace(recipe, scan_layers=True))
     half = _packed(tmp_path / "half", open_trained(trained.run, load_run(trained.run).recipe), recipe)
     mesh = {"fsdp": 4, "tensor": 2}

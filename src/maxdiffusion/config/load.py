@@ -27,6 +27,7 @@ from maxdiffusion.config.schema import (
 )
 from maxdiffusion.errors import MaxDiffusionWarning, UsageError, nearest
 from maxdiffusion.paths import as_path
+from maxdiffusion.specs import QUANT_KEYWORDS
 
 RUN_RECIPE = "recipe.yaml"
 """Name of the file in a run's folder that holds its whole recipe."""
@@ -133,7 +134,38 @@ def _load(path: Path, label: str, name: str, overrides: Sequence[str], *, drops_
             _merge(entries, _override(word))
         except UsageError as error:
             problems.append(str(error))
+    if drops_idle:
+        _drop_of_other_mode(entries)
     return _check(name, entries, problems)
+
+
+def _drop_of_other_mode(entries: dict[str, Entry]) -> None:
+    """Takes settings of a run's quantisation out that the mode on the command line has no use for.
+
+    Warns:
+        MaxDiffusionWarning: for each of them.
+    """
+    mode = entries.get("quantization")
+    if mode is None or mode.origin != COMMAND_LINE:
+        return
+    precise = ("sample.precise_first_steps", "sample.precise_last_steps")
+    idle: dict[Any, tuple[str, ...]] = {
+        None: ("use_qwix_quantization", *QUANT_KEYWORDS.values(), *precise),
+        "int4": (QUANT_KEYWORDS["activations"], QUANT_KEYWORDS["gradients"], *precise),
+        "int8": (QUANT_KEYWORDS["gradients"],),
+        "fp8": (QUANT_KEYWORDS["gradients"],),
+    }
+    for key in idle.get(mode.value, ()):
+        entry = entries.get(key)
+        if entry is None or entry.origin == COMMAND_LINE:
+            continue
+        del entries[key]
+        section, _, name = key.rpartition(".")
+        if entry.value != getattr(SECTIONS[section] if section else Recipe, name):
+            text = f"{key}={format_value(entry.value)} ({entry.origin}) is of no use with quantization=" + (
+                f"{format_value(mode.value)} and is left out"
+            )
+            warnings.warn(MaxDiffusionWarning(text), stacklevel=3)
 
 
 def _drop_idle(entries: dict[str, Entry]) -> None:

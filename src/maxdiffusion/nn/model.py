@@ -373,9 +373,9 @@ def _fold(model: DiffusionModel) -> Runtime:
     """
     if model.use_qwix_quantization and not model.quantization:
         raise UsageError(QWIX_WITHOUT_MODE)
-    if isinstance(model.quantization_exclude, str):
+    if not isinstance(model.quantization_exclude, Sequence | None) or isinstance(model.quantization_exclude, str):
         one = model.quantization_exclude
-        raise UsageError(f"quantization_exclude={one!r}: write a list of regular expressions, such as [{one!r}]")
+        raise UsageError(f"quantization_exclude={one!r}: write a list of regular expressions, such as ['.*attn.*']")
     usual = type(model).usually_excluded(model.quantization)
     quant = QuantSpec(
         mode=model.quantization,  # pyright: ignore[reportArgumentType]  the spec checks the name

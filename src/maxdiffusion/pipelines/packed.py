@@ -126,7 +126,7 @@ def read_packed(
         here = wanted[name].shape if name in wanted else None
         theirs = _whole_shape(name, found, here) if name in there else None
         if here != theirs:
-            keep = "model, scan_layers (kernels are stored quantised)" if halves else "model"
+            keep = "model, scan_layers (kernels are read quantised)" if halves or kernels else "model"
             raise UsageError(
                 f"{path} is of another model: {name} is {theirs or 'missing'} there and {here or 'missing'} here; keep "
                 f"{keep}, model_config and data as they were"

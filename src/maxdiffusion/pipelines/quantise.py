@@ -154,6 +154,7 @@ def quantise(place: str | Path, *, recipe: Recipe, out: str | Path) -> QuantiseR
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder} is not empty: name another folder for the model")
     trained = open_trained(run, recipe, step=step)
+    sampler(trained.text_to_image, recipe.sample)  # refuses what `generate` would refuse of the model
     pack(
         folder,
         recipe=dataclasses.replace(recipe, run=None, resume=False, mesh={}, virtual_devices=None),

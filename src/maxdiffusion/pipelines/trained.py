@@ -21,7 +21,7 @@ from maxdiffusion.pipelines.packed import is_packed, read_packed, stored_mode
 from maxdiffusion.pipelines.quantised_weights import read_quantised
 from maxdiffusion.pipelines.run_folder import TOKENIZER, read_weights, weight_shapes
 from maxdiffusion.pipelines.text_to_image import TextToImage, text_to_image_of
-from maxdiffusion.specs import QUANT_KEYWORDS, STORED_AS
+from maxdiffusion.specs import QUANT_FIELDS, QUANT_KEYWORDS, STORED_AS, QuantSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +118,27 @@ def _kernels(run: str | Path, model: DiffusionModel, recipe: Recipe) -> Mapping[
             f"the weights of {run} are stored in {there}: leave quantization={mode} out, or make them anew from the "
             f"run (maxdiffusion quantize RUN --mode {mode} --out DIR)"
         )
-    key = QUANT_KEYWORDS["weights"]
-    asked = getattr(recipe, key)
-    if there and (theirs := getattr(load_run(run).recipe, key)) != asked:
-        raise UsageError(
-            f"the weights of {run} are stored with {key}={theirs}: leave {key}={asked} out, or make them anew from the "
-            f"run (maxdiffusion quantize RUN {key}={asked} --mode {there} --out DIR)"
-        )
-    return model.storages()
+    storages = model.storages()
+    if there:
+        key = QUANT_KEYWORDS["weights"]
+        own, made = model.runtime.quant, _quant_of(run, model)
+        changed = next((name for name in storages if own.stored_as(_layer(name)) != made.stored_as(_layer(name))), None)
+        if changed:
+            (was, how), (now, asked) = (one.stored_as(_layer(changed)) for one in (made, own))
+            raise UsageError(
+                f"the kernel of {_layer(changed)} is stored in {was} ({key}={how}) in {run}, and would be in {now} "
+                f"({key}={asked}): leave {key}, quantization_exclude and qwix_module_path as they are there, or make "
+                f"them anew from the run (maxdiffusion quantize RUN KEY=VALUE --mode {there} --out DIR)"
+            )
+    return storages
+
+
+def _layer(kernel: str) -> str:
+    return kernel.rpartition("/")[0]
+
+
+def _quant_of(run: str | Path, model: DiffusionModel) -> QuantSpec:
+    """How a packed model was quantised when it was made."""
+    saved = load_run(run).recipe
+    words = {name: getattr(saved, name) for name in QUANT_FIELDS}
+    return model.clone(parent=None, **words).runtime.quant
